@@ -1,0 +1,1 @@
+"""What model files are written with: norm, rope tables, MLPs."""

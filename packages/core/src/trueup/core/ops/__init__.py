@@ -1,0 +1,1 @@
+"""Ascend operators on any machine: contract and reference kernel behind ``torch.ops.npu.*``."""

@@ -1,0 +1,103 @@
+"""What an operator demands, stated once: levels, profiles, and the error that explains a violation."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Flag, auto
+from typing import Any
+
+
+class Level(Flag):
+    """How binding a rule is.
+
+    RELATION: rows, counts and lengths that must agree; never off.
+    SIZE: head widths, block sizes, counts the device limits.
+    DTYPE: element types the device accepts.
+    """
+
+    RELATION = auto()
+    SIZE = auto()
+    DTYPE = auto()
+
+
+RELATION, SIZE, DTYPE = Level.RELATION, Level.SIZE, Level.DTYPE
+
+PROFILES: dict[str, Level] = {
+    # Everything: audits, conformance tests, and wherever a real NPU runs.
+    "device": RELATION | SIZE | DTYPE,
+    # A laptop's default: the device's rules, but fp32 and fp64 pass (see float_dtypes).
+    "host": RELATION | SIZE | DTYPE,
+    # Numbers that fit on a page, for tests and chapters.
+    "paper": RELATION,
+}
+_profile: ContextVar[str] = ContextVar("trueup_profile", default="host")
+
+
+def active_profile() -> str:
+    """The profile in force: 'device', 'host' or 'paper'."""
+    return _profile.get()
+
+
+@contextmanager
+def profile(name: str) -> Iterator[None]:
+    """Check operator calls under another profile inside a ``with`` block.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"profile {name!r} is unknown; expected one of {', '.join(PROFILES)}")
+    token = _profile.set(name)
+    try:
+        yield
+    finally:
+        _profile.reset(token)
+
+
+class ContractError(ValueError):
+    """An operator call that the device would refuse, read wrongly, or answer wrongly.
+
+    Attributes say it in parts: ``operator``, ``argument``, ``got``, ``expected``, ``rule`` (a Level name),
+    ``source`` (document or source file that states the rule) and ``case`` (an SB number of the bug gallery).
+    """
+
+    def __init__(self, operator: str, argument: str, got: Any, expected: str, rule: Level, source: str,
+                 case: str | None = None) -> None:
+        self.operator, self.argument, self.got, self.expected = operator, argument, got, expected
+        self.rule, self.source, self.case = rule.name, source, case
+        lines = [
+            f"{operator}: {argument} is {got}",
+            f"  expected  {expected}",
+            f"  rule      {rule.name}, from {source}",
+        ]
+        if case:
+            lines.append(f"  see       {case} in the bug gallery")
+        super().__init__("\n".join(lines))
+
+
+class Check:
+    """Handed to a contract: raises where the active profile has the rule's level on.
+
+    A contract tests first and calls ``fail`` only on a violation, so that a good call costs comparisons
+    and no formatting.
+    """
+
+    __slots__ = ("operator",)
+
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
+
+    def fail(self, level: Level, argument: str, got: Any, expected: str, source: str, case: str | None = None) -> None:
+        """Raise ContractError, unless the profile in force leaves ``level`` out."""
+        if level & PROFILES[_profile.get()]:
+            raise ContractError(self.operator, argument, got, expected, level, source, case)
+
+    @property
+    def host_floats(self) -> bool:
+        """Whether fp32 and fp64 pass where the device takes 16-bit floats only."""
+        return _profile.get() != "device"
+
+
+def describe(tensor: Any, axes: str = "") -> str:
+    """'[16, 32, 512] (T, N, D) bfloat16': how messages name a tensor."""
+    axes = f" ({axes})" if axes else ""
+    return f"{list(tensor.shape)}{axes} {str(tensor.dtype).removeprefix('torch.')}"

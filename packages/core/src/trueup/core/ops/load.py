@@ -1,0 +1,63 @@
+"""Puts the reference kernels behind ``torch.ops.npu.*``."""
+import importlib
+import threading
+
+import torch
+
+from trueup.core.device import ActivePath, active_path
+from trueup.core.ops.registry import OPERATORS, schemas
+
+FAMILIES = (
+    "norm", "rope", "cache_write", "activation", "attention_update", "fused_infer_attention", "moe_gating",
+    "moe_routing", "matmul",
+)
+
+_lock = threading.Lock()
+# A Library takes its registrations back when it dies.
+_libraries: list[torch.library.Library] = []
+
+
+def load() -> ActivePath:
+    """Make ``torch.ops.npu.*`` answer in this process; says who answers.  May be called any number of times.
+
+    With an NPU nothing is registered: torch_npu's kernels run.  With torch_npu but no NPU our kernels are
+    registered for CPU tensors under torch_npu's own schemas.  Without torch_npu the schemas are ours too.
+
+    Raises:
+        ValueError: torch_npu is installed but cannot work here; the message says what to install.
+    """
+    path = active_path()
+    with _lock:
+        for family in FAMILIES:
+            importlib.import_module(f"trueup.core.ops.{family}")
+        if path.name != "device" and not _libraries:
+            _libraries.append(_register(define=path.name == "own"))
+    return path
+
+
+def _register(define: bool) -> torch.library.Library:
+    # Never define where torch_npu is installed: it would end the process at its own definition.
+    library = torch.library.Library("npu", "FRAGMENT")
+    for name, operator in OPERATORS.items():
+        if define:
+            library.define(schemas()[name].removeprefix("npu::"))
+        library.impl(name, operator, "CPU")
+    return library
+
+
+def schema_differences() -> dict[str, tuple[str, str | None]]:
+    """Operators whose schema in this process is not ours: name to (ours, theirs); theirs is None where it is absent.
+
+    Of interest where torch_npu is installed in another version than 2.13.0, which our schemas are from.
+    """
+    differences: dict[str, tuple[str, str | None]] = {}
+    for name, ours in schemas().items():
+        operator, _, overload = name.partition(".")
+        try:
+            theirs = torch._C._get_schema(f"npu::{operator}", overload)
+        except RuntimeError:
+            differences[name] = ours, None
+            continue
+        if torch._C.parse_schema(ours) != theirs:
+            differences[name] = ours, str(theirs)
+    return differences

@@ -1,0 +1,92 @@
+"""What a checkpoint folder holds: name, file, shape and dtype of every tensor, from the headers alone."""
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+
+class Stored(NamedTuple):
+    """One tensor on disk; ``dtype`` in the spelling of safetensors ('BF16', 'F32', ...)."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(folder: str | Path) -> dict[str, Stored]:
+    """Read every header of ``model.safetensors``, or of the shards in ``model.safetensors.index.json``.
+
+    With both there, the single file counts, as in transformers.
+
+    Raises:
+        ValueError: no such files, a damaged or absent one, or an index that disagrees with its shards.
+    """
+    folder = Path(folder)
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return _header(single)
+    if index.is_file():
+        return _shards(index)
+    found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    raise ValueError(
+        f"{folder}: neither model.safetensors nor model.safetensors.index.json there"
+        + (f"; found {listed(found)}" if found else "")
+        + ". Expected a Hugging Face checkpoint folder: download it whole, and convert other formats to safetensors"
+    )
+
+
+def listed(names: Iterable[str], most: int = 10, separator: str = ", ") -> str:
+    """The first names, and how many more there are."""
+    names = list(names)
+    more = [f"... and {len(names) - most:,} more"] if len(names) > most else []
+    return separator.join(names[:most] + more)
+
+
+def _header(file: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(file, "pt") as tensors:
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+            return {name: Stored(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({error}); a truncated download or a Git LFS pointer? "
+            "Download it again"
+        ) from None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name to file name, as the index says."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        # Shards lie beside their index; a path would read files from elsewhere.
+        good = bool(weight_map) and all(Path(file).name == file for file in weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise ValueError(f"{index}: expected JSON with a 'weight_map' of tensor names to file names; download it again")
+    return weight_map
+
+
+def _shards(index: Path) -> dict[str, Stored]:
+    weight_map, folder = _weight_map(index), index.parent
+    files = sorted(set(weight_map.values()))
+    if absent := [file for file in files if not (folder / file).is_file()]:
+        lost = sum(file in absent for file in weight_map.values())
+        raise ValueError(
+            f"{index}: names {len(absent)} of {len(files)} files that are not there ({listed(absent)}), "
+            f"with {lost:,} tensors; download them into the same folder"
+        )
+    headers = {file: _header(folder / file) for file in files}
+    claimed, held = set(weight_map.items()), {(name, file) for file, header in headers.items() for name in header}
+    wrong = []
+    for name in sorted({name for name, _ in claimed ^ held}):
+        holders = ", ".join(file for file in files if name in headers[file])
+        wrong.append(f"{name}: {weight_map.get(name, 'nothing')} by the index, found in {holders or 'no file'}")
+    if wrong:
+        raise ValueError(
+            f"{index}: {len(wrong):,} of {len(weight_map):,} tensors are not where it says; "
+            "download it and its files again, from one release:\n  " + listed(wrong, separator="\n  ")
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}

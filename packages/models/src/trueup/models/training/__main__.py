@@ -1,0 +1,93 @@
+"""``python -m trueup.models.training``: make the nano checkpoint, train it further, or write its card."""
+import argparse
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from trueup.models.config import ModelConfig
+from trueup.models.training import report, twin
+from trueup.models.training.bpe import train_bpe
+from trueup.models.training.corpus import read_corpus
+from trueup.models.training.export import export, load_state, rounded_for_storage
+from trueup.models.training.train import train
+
+
+def encode(tokenizer: Tokenizer, texts: dict[str, str]) -> torch.Tensor:
+    """One stream of ids, int32 [tokens]; <|endoftext|> before each file."""
+    ids = [i for e in tokenizer.encode_batch(list(texts.values())) for i in (0, *e.ids)]
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.processor() or platform.machine()
+
+
+def run_train(args: argparse.Namespace) -> None:
+    """Tokenizer first (unless --further), then training; ends by writing the checkpoint into --model."""
+    config, corpus, file = ModelConfig.from_folder(args.model), read_corpus(), args.out / "tokenizer.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.further:
+        file = args.model / "tokenizer.json"
+    elif not file.exists():
+        train_bpe(corpus.train.values(), config.vocab_size).save(str(file))
+    tokenizer = Tokenizer.from_file(str(file))
+    stream, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
+    print(f"corpus {corpus.sha256[:16]}: {len(corpus.train)} files, {len(stream):,} tokens to train on; "
+          f"{len(corpus.held_out)} files, {len(held_out):,} tokens held out", flush=True)
+    params = twin.init_params(config, args.seed)
+    if args.further:
+        params |= {n: v.float() for n, v in load_file(args.model / "model.safetensors").items()}
+    train(params, config, stream, held_out, args.out, minutes=args.minutes, seed=args.seed,
+          dtype=getattr(torch, args.dtype), fresh=not args.further)
+
+
+def run_card(args: argparse.Namespace) -> None:
+    """Export the finished run into --model, measure it, and write README.md there."""
+    config, corpus = ModelConfig.from_folder(args.model), read_corpus()
+    params, state = load_state(args.out / "state.pt")
+    tokenizer = (args.out if (args.out / "tokenizer.json").exists() else args.model) / "tokenizer.json"
+    stream, held_out = (encode(Tokenizer.from_file(str(tokenizer)), part) for part in (corpus.train, corpus.held_out))
+    export(params, args.model)
+    for name in ("tokenizer.json", "loss.png"):
+        if (args.out / name).exists():
+            (args.model / name).write_bytes((args.out / name).read_bytes())
+    figures = report.measure(params, rounded_for_storage(params), config, stream, held_out)
+    host = {"cpu": cpu_name(), "date": date.today().isoformat(), "torch": torch.__version__,
+            "python": platform.python_version(), "threads": args.note}
+    sizes = (sum(v.numel() for v in params.values()), len(stream), len(held_out))
+    text = report.card(figures, state, config, corpus, sizes, host)
+    (args.model / "README.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m trueup.models.training", description=__doc__)
+    parser.add_argument("what", choices=("train", "card"))
+    parser.add_argument("out", type=Path, help="working folder; a run that was stopped resumes from it")
+    parser.add_argument("--model", type=Path, required=True,
+                        help="checkpoint folder with config.json; card writes into it")
+    parser.add_argument("--further", action="store_true", help="start from the folder's weights, not from scratch")
+    parser.add_argument("--minutes", type=float, default=130, help="training time, evaluation apart")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                        help="compute dtype; bfloat16 is several times as fast on a CPU with AVX512-BF16 or AMX, "
+                             "slower elsewhere")
+    parser.add_argument("--note", default="fp32", help="how the training was run, for the card")
+    parser.add_argument("--seed", type=int, default=47)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    {"train": run_train, "card": run_card}[args.what](args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""Write trained parameters as a published checkpoint: bf16, the router's bias fp32, names as on disk."""
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from trueup.models.training.twin import Params
+
+
+def rounded_for_storage(params: Params) -> Params:
+    """What a reader of the file gets: every tensor bf16 but e_score_correction_bias."""
+    return {
+        name: value.detach().float() if name.endswith("e_score_correction_bias") else value.detach().bfloat16()
+        for name, value in params.items()
+    }
+
+
+def export(params: Params, folder: Path) -> None:
+    save_file({n: v.contiguous() for n, v in rounded_for_storage(params).items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})
+
+
+def load_state(path: Path) -> tuple[Params, dict]:
+    """Parameters and bookkeeping of a training run's ``state.pt``."""
+    kept = torch.load(path, weights_only=True)
+    return kept["params"], kept["state"]

@@ -1,0 +1,50 @@
+"""The embedded checkpoints, by name, from a source tree and from a wheel."""
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from trueup.models import zoo
+
+NANO = "glm-4.7-flash-nano"
+MODELS = Path(__file__).parents[2] / "packages" / "models"
+
+
+def test_names_and_paths():
+    assert NANO in zoo.names()
+    assert all((zoo.path(name) / "config.json").is_file() for name in zoo.names())
+
+
+def test_an_unknown_name_lists_the_known_ones_and_mentions_folders(tmp_path):
+    for ask in (zoo.path, zoo.resolve):
+        with pytest.raises(ValueError, match=f"'nano'; there are .*{NANO}.* folder"):
+            ask("nano")
+    with pytest.raises(ValueError, match=r"no embedded model"):
+        zoo.resolve(tmp_path / "absent")
+    for trick in ("", ".", "..", f"{NANO}/", "__pycache__"):
+        with pytest.raises(ValueError, match=r"no embedded model"):
+            zoo.path(trick)
+
+
+def test_resolve_takes_a_name_or_a_folder(tmp_path, monkeypatch):
+    assert zoo.resolve(NANO) == zoo.path(NANO)
+    assert zoo.resolve(tmp_path) == tmp_path == zoo.resolve(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / NANO).mkdir()
+    assert zoo.resolve(NANO) == zoo.path(NANO)
+    assert zoo.resolve(f"./{NANO}").resolve() == tmp_path / NANO
+
+
+def test_a_wheel_holds_the_data_files(tmp_path):
+    pytest.importorskip("hatchling")
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path], cwd=MODELS, check=True,
+                   capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    installed = tmp_path / "trueup" / "models" / "zoo"
+    for file in zoo.path(NANO).iterdir():
+        assert (installed / NANO / file.name).read_bytes() == file.read_bytes()
+    assert not (tmp_path / "trueup" / "__init__.py").exists()  # a namespace package, shared with core
