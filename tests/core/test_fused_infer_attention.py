@@ -18,7 +18,7 @@ op = OPERATORS["npu_fused_infer_attention_score_v2"]
 MASK = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SCALE = 0.3
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**16)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -125,8 +125,7 @@ def test_packed(pairs, causal, heads, rope, dtype, seed):
 def test_paged(pairs, causal, axes, layout, gathered, dtype, seed):
     torch.manual_seed(seed)
     q_lens, kv_lens = zip(*pairs, strict=True)
-    q_lens = (1, *q_lens[1:]) if sum(q_lens) == 0 else q_lens
-    kv_lens = (max(1, kv_lens[0]), *kv_lens[1:])
+    q_lens, kv_lens = (*q_lens, 1), (*kv_lens, 3)  # absorbed MLA takes no empty tensor
     pool = Paged(kv_lens, dtype=dtype, axes=axes)
     q, qr = randn(sum(q_lens), 3, 8, dtype=dtype), randn(sum(q_lens), 3, 4, dtype=dtype)
     with profile("paper"), pytest.MonkeyPatch.context() as patch:
@@ -187,6 +186,12 @@ def test_lse_is_empty_unless_asked_for():
     q = randn(2, 3, 4, 16)
     out, lse = op(q, q, q, num_query_heads=4, softmax_scale=SCALE, input_layout="BSND")
     assert out.shape == q.shape and lse.shape == (0,)
+
+
+def test_requests_are_gathered_together_as_far_as_their_padded_copy_fits(monkeypatch):
+    monkeypatch.setattr(fia, "GATHERED_ELEMENTS", 40)
+    spans = [(0, 1), (1, 1), (2, 0), (2, 1), (3, 2), (5, 1), (6, 1)]
+    assert list(fia._batches(spans, [2, 10, 99, 10, 2, 2, 30], 2)) == [[0, 1], [3, 4], [5], [6]]
 
 
 def test_paged_values_may_differ_from_the_keys():

@@ -158,6 +158,7 @@ def test_a_wrong_value_is_named_with_its_key(key, value):
 @pytest.mark.parametrize("keys, message", [
     ({"model_type": "glm4_moe"}, "model_type is 'glm4_moe'; this release reads 'glm4_moe_lite'"),
     ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'"),
+    ({"norm_topk_prob": False}, "norm_topk_prob is False; only True"),
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
     ({"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is True; only False"),

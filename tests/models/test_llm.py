@@ -37,8 +37,9 @@ def scripted(llm, **options):
 def test_prompts_decode_together_and_each_text_is_the_one_it_has_alone(llm):
     together = [llm.start(p) for p in PROMPTS]
     decoding = [done.layout for done in llm.rounds(together, LONG)][1:]
-    assert len(decoding) == 29 and {(layout.real_requests, layout.padded_requests) for layout in decoding} == {(3, 4)}
-    assert {s.mode for layout in decoding for s in layout.segments} == {Mode.DECODE}
+    assert len(decoding) == 29 and {len(layout.segments) for layout in decoding} == {1}
+    segments = [layout.segments[0] for layout in decoding]
+    assert {(s.mode, s.real_requests, s.padded_requests) for s in segments} == {(Mode.DECODE, 3, 4)}
     for completion in together:
         alone = llm.generate(completion.prompt, LONG)
         assert len(alone) == 1 and alone[0].text == completion.text and alone[0].token_ids == completion.token_ids

@@ -49,7 +49,7 @@ def pair(request, tmp_path_factory):
             elif value.ndim >= 2:
                 value.normal_(std=1.5 * value.shape[-1] ** -0.5)
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
-    oracle.save_pretrained(folder)
+    oracle.save_pretrained(folder, max_shard_size="500KB")  # sharded, with an index
     return oracle, load_model(folder, dtype="float32", progress=False)
 
 

@@ -43,6 +43,6 @@ class Sampler:
         """A token id: the argmax, or the inverse of the cumulative distribution at a uniform number."""
         if self.params.temperature == 0:
             return int(logits.argmax())
-        probs = (logits.float() / self.params.temperature).softmax(-1)  # [V]
-        index = int(torch.searchsorted(probs.cumsum(-1), self._random.random()))
-        return min(index, len(probs) - 1)  # the cumulative sum may end a rounding short of 1
+        total = (logits.float() / self.params.temperature).softmax(-1).cumsum(-1)  # [V]
+        # The sum may end a rounding short of 1; right=True never names a token of probability 0.
+        return int(torch.searchsorted(total, self._random.random() * total[-1:], right=True).clamp(max=len(total) - 1))

@@ -24,7 +24,8 @@ _IGNORED = {
 # Switches that GLM-4.7-Flash has in one position only; absent means that position.
 _BUILT = {
     "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "rope_interleave": True,
-    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    # npu_moe_gating_top_k always normalises sigmoid weights, so False could not be expressed.
+    "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
 }
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 

@@ -14,7 +14,7 @@ from trueup.models.generate import MODEL, about, follow
 from trueup.models.llm import LLM
 
 HELP = "show a model at work: text, batches, pages, operator calls"
-ALONE = 'def read_lines(path):\n    """'
+ALONE = "def read_lines(path):"
 TOGETHER = ("class Stack:\n    def __init__(self", "import os\nimport sys\n\ndef main(", "for name in sorted(")
 PARAMS = SamplingParams(max_tokens=40, temperature=0.6, seed=7, ignore_eos=True)
 WIDTH, INDENT = 78, 13
@@ -60,7 +60,7 @@ def three_prompts(llm: LLM) -> None:
             least_free = min(least_free, llm.engine.pages.free)
     for completion in completions:
         print(textwrap.indent(f"{completion.prompt}{completion.text}", "| ", lambda line: True), end="\n\n")
-    prompts, decoding = rounds[0].layout, rounds[-1].layout
+    prompts, decoding = rounds[0].layout, rounds[-1].layout.segments[0]
     have = llm.engine.config.num_pages - 1
     _row("round 1", f"{prompts.real_requests} prompts, {prompts.real_tokens} token rows in one forward")
     _row(f"rounds 2-{len(rounds)}", f"{decoding.real_requests} requests decode, padded to {decoding.padded_requests}: "

@@ -12,7 +12,7 @@ from trueup.models.llm import LLM
 
 HELP = "continue a prompt and report the speed"
 MODEL = "glm-4.7-flash-nano"
-PROMPT = 'def read_lines(path):\n    """'
+PROMPT = "def read_lines(path):"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
