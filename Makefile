@@ -9,8 +9,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet
 PACKAGES := $(wildcard packages/*/pyproject.toml)
-# Small tensors: a second thread costs more than it gives.
-export OMP_NUM_THREADS ?= 2
+# The nano model is small: a second thread costs more than it gives, and far more where the cores are shared.
+export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-long check train model-card clean
 

@@ -190,8 +190,8 @@ def test_lse_is_empty_unless_asked_for():
 
 def test_requests_are_gathered_together_as_far_as_their_padded_copy_fits(monkeypatch):
     monkeypatch.setattr(fia, "GATHERED_ELEMENTS", 40)
-    spans = [(0, 1), (1, 1), (2, 0), (2, 1), (3, 2), (5, 1), (6, 1)]
-    assert list(fia._batches(spans, [2, 10, 99, 10, 2, 2, 30], 2)) == [[0, 1], [3, 4], [5], [6]]
+    spans = [(0, 1), (1, 1), (2, 0), (2, 1), (3, 2), (5, 1), (6, 1), (7, 1)]
+    assert list(fia._batches(spans, [2, 10, 99, 10, 2, 30, 2, 2], 2)) == [[0, 1], [3, 4], [5], [6, 7]]
 
 
 def test_paged_values_may_differ_from_the_keys():

@@ -142,7 +142,7 @@ ILLEGAL = {  # name: (call, fragments of the message)
     "negative kv length": (lambda: paged(actual_seq_kvlen=[200, -1]), "from 0 to 256"),
     "cumulative kv over pages": (lambda: paged(actual_seq_kvlen=[200, 403]), "not cumulative over pages"),
     "page past the pool": (lambda: paged(block_table=table([1, 4], [2, 9])), "block_table[0, 1] is 4", "0 to 3"),
-    "page -1": (lambda: paged(block_table=table([1, 3], [-1, 9])), "block_table[1, 0] is -1"),
+    "page -1": (lambda: paged(block_table=table([1, 3], [-1, 0])), "block_table[1, 0] is -1"),
     "lse of TND_NTD": (lambda: paged(input_layout="TND_NTD", return_softmax_lse=True), "layout TND returns it"),
     "paged without rope": (lambda: packed(block_table=table([0], [0])), "other paged forms are not built yet"),
     "batched, values narrower": (lambda: batched(Dv=16), "as query and key"),

@@ -126,10 +126,11 @@ def _check_packed(check: Check, call: Call) -> tuple[Sequence[int], Sequence[int
 def _check_paged(check: Check, call: Call, block_table: Tensor, block_size: int, want_lse: bool
                  ) -> tuple[Sequence[int], Sequence[int]]:
     """TND or TND_NTD over pages, which is absorbed MLA; returns both lengths of each request."""
-    query, key = call.query, call.key
-    if call.layout == "BSND" or call.query_rope is None or call.key_rope is None:
+    query, key, query_rope, key_rope = call.query, call.key, call.query_rope, call.key_rope
+    if call.layout == "BSND" or query_rope is None or key_rope is None:
         check.fail(RELATION, "block_table", describe(block_table), "None, or layout TND or TND_NTD with query_rope and "
                    "key_rope (absorbed MLA): other paged forms are not built yet", DOC)
+        return [], []
     T, N, D = query.shape
     if call.G != 1:
         check.fail(RELATION, "num_key_value_heads", call.G, "1: the heads of absorbed MLA share one latent", DOC)
@@ -143,8 +144,7 @@ def _check_paged(check: Check, call: Call, block_table: Tensor, block_size: int,
         check.fail(RELATION, "block_size", block_size, "the number of rows in a page", DOC)
     if block_size % 16 or block_size > 1024:
         check.fail(SIZE, "block_size", block_size, "a multiple of 16, at most 1024", TILING)
-    Dr = call.query_rope.shape[2]  # type: ignore[union-attr]
-    for name, pool, width in (("key", key, D), ("value", call.value, D), ("key_rope", call.key_rope, Dr)):
+    for name, pool, width in (("key", key, D), ("value", call.value, D), ("key_rope", key_rope, query_rope.shape[2])):
         page = pool.shape[1:]
         if page not in ((block_size, width), (1, block_size, width)) or len(page) + 1 != key.dim() \
                 or len(pool) != len(key):

@@ -1,0 +1,51 @@
+"""A chapter as a Jupyter notebook, in one language and without outputs."""
+from typing import Any
+
+import nbformat
+
+from tools.book.chapter import Chapter
+from tools.book.render import WORDS
+
+CHECK = '''\
+# Does this kernel have the book's packages?
+try:
+    import trueup.models
+except ModuleNotFoundError:
+    import sys
+    print(f"""{words}
+
+    cd trueup
+    {{sys.executable}} -m pip install ./packages/core ./packages/models ./packages/server
+""")
+    raise'''
+ADVICE = {
+    "en": "Not installed here. In a clone of the repository run this, then restart the kernel:",
+    "zh": "这里还没有安装。请在仓库的克隆里运行下面的命令，然后重启内核：",
+}
+
+
+def notebook(chapter: Chapter, language: str) -> str:
+    """The .ipynb file's text, the same for the same chapter."""
+    book: Any = nbformat.v4.new_notebook(metadata={
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    })
+    book.cells.append(nbformat.v4.new_code_cell(CHECK.format(words=ADVICE[language])))
+    book.cells.append(nbformat.v4.new_markdown_cell(_head(chapter, language)))
+    for cell in chapter.in_language(language):
+        metadata: dict[str, Any] = {"tags": sorted(cell.tags)} if cell.tags else {}
+        if cell.language is None and cell.tags & {"fold", "solution"}:
+            metadata["jupyter"] = {"source_hidden": True}
+        new = nbformat.v4.new_markdown_cell if cell.language else nbformat.v4.new_code_cell
+        book.cells.append(new(cell.source, metadata=metadata))
+    for number, cell in enumerate(book.cells):
+        cell.id = f"cell-{number}"
+    return nbformat.writes(book) + "\n"
+
+
+def _head(chapter: Chapter, language: str) -> str:
+    words, header = WORDS[language], chapter.header
+    rows = [(words[key], header[key][language]) for key in ("outcome", "prerequisites", "hardware")]
+    rows.insert(1, (words["minutes"], f"{header['minutes']} {words['unit']}"))
+    rows += [(words["bugs"], ", ".join(header["bugs"]))] if header["bugs"] else []
+    return f"# {header['title'][language]}\n\n" + "\n".join(f"- **{key}**: {value}" for key, value in rows)
