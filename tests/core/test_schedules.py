@@ -55,7 +55,7 @@ def test_random_schedules(config, actions):
 
 
 @pytest.mark.long
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=20000, deadline=None)
 @given(CONFIGS, st.lists(ACTION, max_size=120))
 def test_thousands_of_random_schedules(config, actions):
     run(config, actions)

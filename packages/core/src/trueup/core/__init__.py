@@ -10,6 +10,7 @@ hostnpu.preload_if_needed()
 if TYPE_CHECKING:
     from trueup.core.engine import Engine, EngineConfig
     from trueup.core.layout import Layout
+    from trueup.core.ops.audit import audit
     from trueup.core.ops.contract import ContractError
     from trueup.core.ops.load import load
     from trueup.core.planning import plan
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from trueup.core.view import materialise
 
 __all__ = [
-    "ContractError", "Engine", "EngineConfig", "Layout", "Rows", "ScriptedModel", "load", "materialise", "plan",
+    "ContractError",
+    "Engine",
+    "EngineConfig",
+    "Layout",
+    "Rows",
+    "ScriptedModel",
+    "audit",
+    "load",
+    "materialise",
+    "plan",
 ]
 
 # Where each public name lives.  Imported when first asked for: torch takes a second, `trueup --help` must not.
@@ -29,6 +39,7 @@ _HOMES = {
     "Layout": "trueup.core.layout",
     "Rows": "trueup.core.rows",
     "ScriptedModel": "trueup.core.scripted",
+    "audit": "trueup.core.ops.audit",
     "load": "trueup.core.ops.load",
     "materialise": "trueup.core.view",
     "plan": "trueup.core.planning",
