@@ -12,20 +12,43 @@ PACKAGES := $(wildcard packages/*/pyproject.toml)
 # The nano model is small: a second thread costs more than it gives, and far more where the cores are shared.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long check train model-card clean
+.PHONY: demo test test-long check train model-card clean docs docs-serve docs-test chapters-sync book
 
 demo: $(VENV)/.run
 	$(VENV)/bin/trueup demo
 
-test: $(VENV)/.dev $(VENV)/.npu check
-	$(PY) -m pytest -m "not long" --durations=8
+test: $(VENV)/.dev $(VENV)/.npu $(VENV)/.docs check
+	$(PY) -m pytest -m "not long and not site" --durations=8
 
-test-long: $(VENV)/.dev $(VENV)/.npu
+test-long: $(VENV)/.dev $(VENV)/.npu $(VENV)/.docs
 	$(PY) -m pytest -m long
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# Both languages of the site, strictly, into site/; CI runs the chapters that did not change, too.
+# SITE_URL: where it will be published.
+BOOK := $(PY) -m tools.book
+docs: $(VENV)/.docs
+	$(BOOK) site $(if $(CI),--no-cache) $(if $(SITE_URL),--url $(SITE_URL))
+
+docs-serve: docs
+	@echo "http://127.0.0.1:8000/  (Ctrl-C ends it)"
+	$(PY) -m http.server 8000 --bind 127.0.0.1 --directory site
+
+# The pages in headless Chromium: looks, links, search, accessibility.
+docs-test: docs $(VENV)/.chromium $(VENV)/axe.min.js
+	$(PY) -m pytest -m site tests/book
+
+# After editing chapters.  AGREED=1: what changed in one language needs no change in the other.
+chapters-sync: $(VENV)/.docs
+	$(BOOK) sync $(if $(AGREED),--agreed)
+
+# The chapters as notebooks in JupyterLab.
+book: $(VENV)/.run requirements-book.txt
+	$(PIP) -c constraints.txt -r requirements-book.txt
+	$(PY) -m jupyterlab --notebook-dir tutorials
 
 # Hours of two cores; the trained checkpoint is in the repository, so nothing needs this.
 NANO := packages/models/src/trueup/models/zoo/glm-4.7-flash-nano
@@ -50,6 +73,23 @@ $(VENV)/.run: $(VENV)/.torch $(PACKAGES)
 $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	$(PIP) -c constraints.txt -r requirements-dev.txt
 	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev requirements-docs.txt
+	$(PIP) -c constraints.txt -r requirements-docs.txt
+	touch $@
+
+# What `make docs-test` needs besides Python packages.  Where it cannot be had its tests are skipped.
+$(VENV)/.chromium:
+	command -v chromium chromedriver || { test "$$(id -u)" = 0 && apt-get update -q \
+	  && apt-get install -q -y --no-install-recommends chromium chromium-driver fonts-noto-cjk; } \
+	  || echo "no chromium, and no apt-get as root: the tests of the pages will be skipped"
+	touch $@
+
+AXE := 4.14.1
+$(VENV)/axe.min.js:
+	cd $(VENV) && npm pack --silent axe-core@$(AXE) && tar -xzf axe-core-$(AXE).tgz package/axe.min.js \
+	  && mv package/axe.min.js . && rm -r package axe-core-$(AXE).tgz \
+	  || echo "no npm: the accessibility test will be skipped"
 
 # The real torch_npu, for tests/conformance.  Beside the venv's own packages, not among them: installed there
 # it would make a plain `import torch` fail on a machine without the driver.

@@ -13,12 +13,13 @@ SOURCES = {
 # Modules that something other than an import statement reaches: entry points and `python -m`.
 ENTRY_POINTS = {
     "trueup.core", "trueup.models", "trueup.server", "trueup.core.cli", "trueup.core.doctor", "trueup.models.generate",
-    "trueup.models.demo", "trueup.server.serve", "trueup.models.training.__main__",
+    "trueup.models.demo", "trueup.models.ledger_command", "trueup.server.serve", "trueup.models.training.__main__",
+    "trueup.core.picture",  # chapters draw with it
 }
 # The parts of core from the ground up (design table): a part imports only from parts above it here.
 CORE_ORDER = [
     "hostnpu", "device", "ops", "layout", "planning", "pages", "cache", "rows", "view", "layers", "attention",
-    "sampling", "scheduler", "engine", "scripted", "doctor", "cli",
+    "sampling", "scheduler", "engine", "scripted", "ledger", "doctor", "cli", "picture",
 ]
 # From prompt to logits: what a reader follows.  Apart from it: the reference kernels, which requests run (scheduler,
 # pages), and how ids become text again.

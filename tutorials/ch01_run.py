@@ -16,15 +16,17 @@
 # ---
 
 # %% [markdown] tags=["en"]
-# **The claim.** Serving a model on an Ascend NPU is a sequence of calls to fused operators. Every one of these
-# calls can be made, checked and understood on a laptop. trueup makes exactly the calls that an NPU machine makes,
-# `torch.ops.npu.*`, and here a reference kernel answers them.
+# **The claim.** Serving a model on an Ascend NPU is mostly a sequence of calls to *fused* operators: each does in one
+# kernel what takes several steps in plain PyTorch. Every one of these calls can be made, checked and understood on a
+# laptop. trueup makes exactly the calls that an NPU machine makes, `torch.ops.npu.*`. On a laptop a *reference kernel*
+# answers them: PyTorch code that computes what the operator's documentation says.
 #
 # The package brings a small trained model, so nothing has to be downloaded.
 
-# %% [markdown] tags=["zh"] pair="e2d6ad-cfbeab"
-# **要点。** 在昇腾 NPU 上提供模型服务，就是一连串融合算子的调用。这些调用，每一个都可以在笔记本电脑上发出、检查并弄懂。
-# trueup 发出的正是 NPU 机器上的那些调用，即 `torch.ops.npu.*`；在这里，回答它们的是参考内核。
+# %% [markdown] tags=["zh"] pair="cfc95b-2d6e1f"
+# **要点。** 在昇腾 NPU 上提供模型服务，主要就是一连串*融合*算子的调用：普通 PyTorch 里要分几步做的事，一个内核（kernel）就做完。
+# 这些调用，每一个都可以在笔记本电脑上执行、检查并弄懂。trueup 用的正是 NPU 机器上的那些调用，即 `torch.ops.npu.*`；
+# 在笔记本电脑上，执行它们的是*参考内核*：用 PyTorch 写成，计算算子文档规定的结果。
 #
 # 软件包自带一个训练好的小模型，所以什么都不用下载。
 
@@ -40,20 +42,22 @@ print(completions[1].prompt + completions[1].text)
 assert all(len(completion.token_ids) >= 1 for completion in completions)
 
 # %% [markdown] tags=["en"]
-# The text looks like Python and means little: the model has a few million parameters. It is shaped like
-# GLM-4.7-Flash, though, and runs through the same code.
+# The text looks like Python and means little: the model has a few million parameters. But it has the structure of
+# GLM-4.7-Flash and runs through the same code as that model.
 #
 # ## One step, looked at
 #
-# The engine works in *rounds*. In each round it decides which requests run, plans one forward, runs it, and gives
-# every request its next token. `Engine.step()` returns what it did. Let us add three requests and look at two rounds.
+# The engine works in *rounds*. In each round it decides which requests run, plans one *forward* (one pass of all their
+# rows through the model), runs it, and gives every request its next token. `Engine.step()` does one round and returns
+# what it did. Let us add three requests and look at two rounds.
 
-# %% [markdown] tags=["zh"] pair="efdeb0-dfd059"
+# %% [markdown] tags=["zh"] pair="9a503d-b99fc4"
 # 这段文字看上去像 Python，却没有多少意思：模型只有几百万个参数。不过它的结构与 GLM-4.7-Flash 相同，走的也是同一份代码。
 #
 # ## 细看一步
 #
-# 引擎按*轮*工作。每一轮它决定运行哪些请求，规划一次前向，执行，然后给每个请求下一个词元。`Engine.step()` 返回它做了什么。
+# 引擎按*轮*工作。每一轮它决定运行哪些请求，规划一次*前向*（这些请求的所有行一起过一遍模型），执行，
+# 然后为每个请求产出下一个词元。`Engine.step()` 运行一轮，并返回这一轮做了什么。
 # 我们加入三个请求，看其中两轮。
 
 # %%
@@ -72,15 +76,23 @@ assert first.layout.real_tokens == sum(len(llm.tokenizer.encode(prompt)) for pro
 assert (second.layout.real_requests, second.layout.padded_requests) == (3, 4)
 
 # %% [markdown] tags=["en"]
-# The first round ran the three prompts, all their tokens as rows of one matrix. The second round ran one token a
-# request: three rows. But it computed **four**. Graphs on an NPU are recorded for a few batch sizes (*buckets*), here
-# 1, 2, 4 and 8, so three requests run in the graph for four. This picture shows the second round's layout; the dashed
-# boxes are padding.
+# (The engine has been counting since it started, and `generate` used the earlier numbers.) The first of the two rounds
+# ran the three prompts, all their tokens as rows of one matrix. The second ran one token a request: three rows. But it
+# computed **four**. On an NPU, decoding is launched from a *graph*: a sequence of kernels that was recorded once for
+# fixed shapes and is replayed, as with CUDA graphs. Graphs are recorded for a few batch sizes only (*buckets*), here 1,
+# 2, 4 and 8, so three requests are padded to four. Prompts run without a graph and are not padded. trueup does not
+# record graphs yet, but it pads as if it did.
+#
+# All sizes of one round together are its *layout*. This picture shows that of the second round; dashed boxes are
+# padding.
 
-# %% [markdown] tags=["zh"] pair="06978e-4cf0de"
-# 第一轮运行了三个提示词，它们的全部词元是同一个矩阵的行。第二轮每个请求只有一个词元，即三行；但它算了**四**行。
-# NPU 上的图是按少数几种批大小（*桶*）录制的，这里是 1、2、4、8，所以三个请求在为四个请求录制的图里运行。
-# 下图是第二轮的布局，虚线框是填充。
+# %% [markdown] tags=["zh"] pair="58abc1-a56032"
+# （轮号从引擎启动时数起，前面的号被 `generate` 用掉了。）这两轮中，第一轮运行了三个提示词，它们的全部词元是同一个矩阵的行。
+# 第二轮每个请求只有一个词元，即三行；但它算了**四**行。在 NPU 上，解码靠*计算图*（graph）下发：一串内核按固定的形状录制一次，
+# 之后反复重放，与 CUDA Graph 一样。计算图只按少数几种批大小（*桶*）录制，这里是 1、2、4、8，所以三个请求要填充到四个。
+# 提示词不走计算图，也不填充。trueup 目前还不录制计算图，但填充方式与录制时一样。
+#
+# 一轮的全部大小合起来就是它的*布局*。下图是第二轮的布局，虚线框是填充。
 
 # %% tags=["fold"]
 from trueup.core.picture import boxes
@@ -96,15 +108,19 @@ def row(label, values):
 names = ["dummy" if request is None else f"#{request}" for request in segment.requests]
 boxes([row("request [Bp]", names), row("query rows", segment.q_lens), row("kv length", segment.kv_lens),
        row("position [Tp]", segment.positions), row("slot [Tp]", segment.slots)],
-      "Three decoding requests, padded to four: the fourth is an ordinary request on the dummy page.")
+      ("Three decoding requests, padded to four: the fourth is an ordinary request on the dummy page.",
+       "三个解码中的请求，填充到四个：第四个是哑页上的一个普通请求。"))
 
 # %% [markdown] tags=["en"]
-# `Bp` is the padded number of requests, `Tp` that of token rows. A *slot* is the place of one token's cache row: page
-# number times page size plus offset. Page 0 is the *dummy page*: no request owns it, and padding writes there.
+# `Bp` is the padded number of requests, `Tp` that of token rows. The cache is cut into *pages* of 128 rows each, one
+# row for each token. A *slot* is the place of a token's row: page number times page size plus offset. Page 0 is the
+# *dummy page*: no real request owns it, and padding writes there. (A *segment*, in the code, is the requests of one
+# mode.)
 
-# %% [markdown] tags=["zh"] pair="f8fb1e-82cfcd"
-# `Bp` 是填充后的请求数，`Tp` 是填充后的词元行数。*槽位*（slot）是一个词元的缓存行所在的位置：页号乘页大小再加页内偏移。
-# 第 0 页是*哑页*：没有请求拥有它，填充写在那里。
+# %% [markdown] tags=["zh"] pair="b7f7e1-70c000"
+# `Bp` 是填充后的请求数，`Tp` 是填充后的词元行数。缓存切成一个个*页*，每页 128 行，一个词元一行。
+# *槽位*（slot）是一个词元的行所在的位置：页号乘页大小再加页内偏移。
+# 第 0 页是*哑页*：不属于任何真实请求，填充写在那里。（代码里的 *segment*，即段，是同一种模式的那些请求。）
 
 # %%
 page_size = second.layout.page_size
@@ -116,12 +132,14 @@ assert segment.q_cum[-1] == second.layout.padded_tokens == 4
 # ## The wrong way
 #
 # What if a tensor does not fit the others? On a device this ends in an error code from deep inside a kernel, or in a
-# wrong number. Here every operator checks its *contract* first. A norm over 8 channels with 7 weights:
+# wrong number. Here every operator first checks its *contract*, the list of what its arguments must satisfy. A norm
+# over 8 channels with 7 weights:
 
-# %% [markdown] tags=["zh"] pair="795908-49a90b"
+# %% [markdown] tags=["zh"] pair="fe7171-14ea0c"
 # ## 错误的做法
 #
-# 如果一个张量与其他张量对不上呢？在设备上，结果是内核深处的一个错误码，或者一个错误的数。在这里，每个算子先检查自己的*合约*。
+# 如果一个张量与其他张量对不上呢？在设备上，结果是内核深处报出的一个错误码，或者一个算错的数值。在这里，每个算子先检查自己的*契约*，
+# 也就是参数必须满足的条件清单。
 # 对 8 个通道做归一化，却给了 7 个权重：
 
 # %% tags=["raises-exception"] raises="ContractError" says="gamma"
@@ -131,11 +149,14 @@ x = torch.randn(3, 8)  # [T, H]
 torch.ops.npu.npu_rms_norm(x, torch.ones(7))
 
 # %% [markdown] tags=["en"]
-# The message names the operator, the argument, what it got and what it expected, and where the rule is written. With
-# 8 weights the call is right, and its result is what the formula says.
+# The message names the operator, the argument, what it got and what it expected, and where the rule is written:
+# op-plugin is the repository of torch_npu's operators. RELATION is the kind of rule, sizes that must agree with each
+# other; [chapter 4](ch04_operators.md) has the other kinds. With 8 weights the call is right, and its result is what
+# the formula says.
 
-# %% [markdown] tags=["zh"] pair="c05d38-f523ae"
-# 这条消息说出了算子、参数、收到的和期望的内容，以及规则写在哪里。给 8 个权重，调用就对了，结果与公式一致。
+# %% [markdown] tags=["zh"] pair="d27863-255637"
+# 这条消息说出了算子、参数、收到的和期望的内容，以及规则写在哪里：op-plugin 是 torch_npu 的算子仓库；
+# RELATION 是规则的种类，指彼此必须一致的大小，其他种类见[第 4 章](ch04_operators.md)。给 8 个权重，调用就对了，结果与公式一致。
 
 # %%
 y, rstd = torch.ops.npu.npu_rms_norm(x, torch.ones(8))  # [T, H], [T, 1]
@@ -143,15 +164,16 @@ expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()  # [T, H]
 assert torch.allclose(y, expected, atol=1e-5)
 
 # %% [markdown] tags=["en"]
-# ## The company a request keeps
+# ## Alone and in a batch
 #
-# A padded row must not change a real one, and neither may a neighbour. So a request's tokens are the same alone and
-# in a batch. This is the oldest test of a serving engine, and it finds a great many bugs.
+# A padded row must not change a real one, and neither may a neighbour. So with greedy sampling, the default here, a
+# request gets the same tokens alone and in a batch. It is a test worth running on any engine.
 
-# %% [markdown] tags=["zh"] pair="19be68-e377e7"
-# ## 请求与它的同伴
+# %% [markdown] tags=["zh"] pair="92c8c8-45b68b"
+# ## 单独跑与成批跑
 #
-# 填充行不能改变真实行，邻居也不能。所以一个请求单独运行和在批里运行，得到的词元相同。这是服务引擎最古老的测试，能找出许多缺陷。
+# 填充行不能改变真实行的结果，同一个 batch 里的其他请求也不能。所以在贪心采样（这里的默认方式）下，
+# 一个请求单独运行和成批运行，得到的词元必须相同。任何引擎都值得跑一跑这项测试。
 
 # %%
 greedy = SamplingParams(max_tokens=12)
@@ -194,12 +216,12 @@ assert engine.pages.free == engine.config.num_pages - 1  # all but the dummy pag
 # %% [markdown] tags=["en"]
 # ## On an NPU machine
 #
-# The same cells run there unchanged: install `torch_npu` beside the packages, open this notebook, run all cells.
-# `trueup doctor` says which kernels answer. No device has run this chapter yet; [what ran where](../what-ran-where.md)
-# keeps the account.
+# The same cells are meant to run there unchanged: install `torch_npu` beside the packages, open this notebook, run all
+# cells. `trueup doctor` says which kernels answer. No device has run this chapter yet; [what ran
+# where](../what-ran-where.md) keeps the account.
 
-# %% [markdown] tags=["zh"] pair="2c8677-ca6a6c"
+# %% [markdown] tags=["zh"] pair="5315fe-e9a87c"
 # ## 在 NPU 机器上
 #
-# 同样的单元格在那里原样运行：除这些软件包外再装上 `torch_npu`，打开这个笔记本，运行全部单元格。
-# `trueup doctor` 会说出由哪些内核回答。还没有设备运行过这一章；[哪些在哪里跑过](../what-ran-where.md)一页记着账。
+# 同样的单元格按设计在那里也能原样运行：除这些软件包外再装上 `torch_npu`，打开这个笔记本，运行全部单元格。
+# `trueup doctor` 会告诉你由哪些内核执行。本章还没有在任何设备上运行过，详见[哪些在哪里跑过](../what-ran-where.md)。

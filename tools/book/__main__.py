@@ -1,57 +1,76 @@
-"""Chapters to pages and notebooks: ``python -m tools.book build``, ``check`` or ``sync``; --help says more."""
+"""The book's builder: ``python -m tools.book build``, ``site``, ``check`` or ``sync``; --help says more."""
 import argparse
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+from tools.book import site
 from tools.book.chapter import LANGUAGES, Chapter, ChapterError, problems, read, sync, warnings
 from tools.book.execute import run
 from tools.book.notebook import notebook
+from tools.book.pages import chapter_list, gallery
 from tools.book.render import page
 
 ROOT = Path(__file__).resolve().parents[2]
+HELP = """
+sync   stamp the pairs of prose cells that are new or changed in both languages, and write the notebooks
+check  what can be said of the chapters without running them
+build  check, run the chapters that changed, and write their pages
+site   build, then the whole site, strictly, into site/
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.book", description="Chapters to pages and notebooks.")
-    parser.add_argument("command", choices=["build", "check", "sync"], help=(
-        "build: run the chapters, write their pages and notebooks; "
-        "check: what can be said without running them, and whether the notebooks are in step; "
-        "sync: stamp the pairs of prose cells that were changed in both languages, write the notebooks"))
+    parser = argparse.ArgumentParser(prog="python -m tools.book", description="Chapters to pages and notebooks.",
+                                     epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["sync", "check", "build", "site"])
     parser.add_argument("chapters", nargs="*", help="names such as ch01_run (default: all)")
-    parser.add_argument("--no-cache", action="store_true", help="build: run every chapter, changed or not")
+    parser.add_argument("--no-cache", action="store_true", help="run every chapter, changed or not")
     parser.add_argument("--agreed", action="store_true",
-                        help="sync: also pairs with a change in one language that the other needs no change for")
+                        help="sync: also the pairs with a change in one language that the other needs no change for")
+    parser.add_argument("--url", default="http://127.0.0.1:8000/", help="site: where it will be (default: %(default)s)")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
-    args = parser.parse_args(argv)
-    paths = sorted(path for path in (args.root / "tutorials").glob("ch*.py")
-                   if not args.chapters or path.stem in args.chapters)
-    missing = set(args.chapters) - {path.stem for path in paths}
-    failures = [f"there is no chapter {name}" for name in sorted(missing)]
-    for path in paths:
-        try:
-            failures += _one(path, args)
-        except ChapterError as error:
-            failures.append(str(error))
+    args = parser.parse_intermixed_args(argv)
+
+    paths = sorted((args.root / "tutorials").glob("ch*.py"))
+    failures = [f"there is no chapter {name}" for name in sorted(set(args.chapters) - {path.stem for path in paths})]
+    try:
+        for path in paths:
+            if not args.chapters or path.stem in args.chapters:
+                failures += _one(path, args)
+        if not failures and args.command in ("build", "site"):
+            _write_lists([read(path) for path in paths], args.root)
+        if not failures and args.command == "site":
+            failures += [f"the site in {language} was not built" for language in site.build(args.root, args.url)]
+    except ChapterError as error:
+        failures.append(str(error))
     for failure in failures:
         print(failure, file=sys.stderr)
     return 1 if failures else 0
 
 
-def _one(path: Path, args: argparse.Namespace) -> list[str]:
-    left = sync(path, args.agreed) if args.command == "sync" else []
+def _one(path: Path, args: argparse.Namespace) -> Iterable[str]:
+    """Do what ``args`` asks for one chapter; what is wrong with it."""
+    if args.command == "sync":
+        left = sync(path, args.agreed)
+        chapter = read(path)
+        for language, file in _notebooks(chapter, args.root).items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(notebook(chapter, language), encoding="utf-8")
+        return left or problems(chapter)
     chapter = read(path)
-    if left or (found := problems(chapter)):
-        return left or found
+    if found := problems(chapter) + _stale(chapter, args.root):
+        return found
     for warning in warnings(chapter):
         print(f"warning: {warning}")
-    if args.command == "build":
+    if args.command != "check":
         begin = time.perf_counter()
         run(chapter, None if args.no_cache else args.root / "build/book", args.root / "packages")
         _write_pages(chapter, args.root)
-        print(f"{chapter.name}: {time.perf_counter() - begin:.1f} s")
-    return [] if args.command == "sync" and _write_notebooks(chapter, args.root) else _stale(chapter, args.root)
+        print(f"{chapter.name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    return []
 
 
 def _write_pages(chapter: Chapter, root: Path) -> None:
@@ -63,22 +82,24 @@ def _write_pages(chapter: Chapter, root: Path) -> None:
         shutil.copy(chapter.path, folder)
 
 
-def _notebook_path(chapter: Chapter, language: str, root: Path) -> Path:
-    return root / "tutorials" / language / f"{chapter.name}.ipynb"
-
-
-def _write_notebooks(chapter: Chapter, root: Path) -> bool:
+def _write_lists(chapters: list[Chapter], root: Path) -> None:
     for language in LANGUAGES:
-        file = _notebook_path(chapter, language, root)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(notebook(chapter, language), encoding="utf-8")
-    return True
+        docs = root / "docs" / language
+        (docs / "chapters").mkdir(parents=True, exist_ok=True)
+        (docs / "chapters/index.md").write_text(chapter_list(chapters, language), encoding="utf-8")
+        (docs / "bugs.md").write_text(gallery(root / "docs/bugs.yml", chapters, language), encoding="utf-8")
+        for page_of in (docs / "chapters").glob("ch*"):  # of a chapter that is no longer there
+            if page_of.stem.rsplit(".")[0] not in {chapter.name for chapter in chapters} and page_of.suffix != ".png":
+                page_of.unlink()
+
+
+def _notebooks(chapter: Chapter, root: Path) -> dict[str, Path]:
+    return {language: root / "tutorials" / language / f"{chapter.name}.ipynb" for language in LANGUAGES}
 
 
 def _stale(chapter: Chapter, root: Path) -> list[str]:
-    files = {language: _notebook_path(chapter, language, root) for language in LANGUAGES}
     return [f"{chapter.path.name}: {file.relative_to(root)} is out of step; run make chapters-sync"
-            for language, file in files.items()
+            for language, file in _notebooks(chapter, root).items()
             if not file.is_file() or file.read_text(encoding="utf-8") != notebook(chapter, language)]
 
 

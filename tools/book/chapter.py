@@ -63,9 +63,9 @@ def read(path: Path) -> Chapter:
         ChapterError: it has no header, or a header that does not parse.
     """
     text = path.read_text(encoding="utf-8")
-    raw, *rest = jupytext.reads(text, fmt="py:percent").cells
+    first, *rest = jupytext.reads(text, fmt="py:percent").cells or [None]
     try:
-        header = yaml.safe_load(raw.source.strip().strip("-")) if raw.cell_type == "raw" else None
+        header = yaml.safe_load(first.source.strip().strip("-")) if first and first.cell_type == "raw" else None
     except yaml.YAMLError as error:
         raise ChapterError(f"{path.name}: the header is no YAML: {error}") from None
     if not isinstance(header, dict):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_client.kernelspec import NATIVE_KERNEL_NAME
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
+from traitlets.config import Config
 
 from tools.book.chapter import Cell, Chapter, ChapterError
 
@@ -72,11 +72,12 @@ def _execute(chapter: Chapter) -> list[list[Any]]:
     for cell in chapter.code:
         code = nbformat.v4.new_code_cell(cell.source, metadata={"tags": sorted(cell.tags)})
         notebook.cells.append(code)
-    # Colours, hash order and threads are the same everywhere; a chapter that writes files does so in a folder of its own.
+    # The same everywhere; files that a chapter writes go to a folder of its own.
     os.environ.update(NO_COLOR="1", PYTHONHASHSEED="0", PYTHONWARNINGS="ignore")
     with tempfile.TemporaryDirectory() as folder:
-        client = NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name=NATIVE_KERNEL_NAME,
-                                resources={"metadata": {"path": folder}})
+        # Over local sockets: over TCP anyone on the machine could talk to the kernel.
+        config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
+        client = NotebookClient(notebook, config=config, timeout=CELL_SECONDS, resources={"metadata": {"path": folder}})
         try:
             client.execute()
         except CellExecutionError:

@@ -1,4 +1,5 @@
 """A chapter as a Jupyter notebook, in one language and without outputs."""
+import re
 from typing import Any
 
 import nbformat
@@ -36,8 +37,10 @@ def notebook(chapter: Chapter, language: str) -> str:
         metadata: dict[str, Any] = {"tags": sorted(cell.tags)} if cell.tags else {}
         if cell.language is None and cell.tags & {"fold", "solution"}:
             metadata["jupyter"] = {"source_hidden": True}
-        new = nbformat.v4.new_markdown_cell if cell.language else nbformat.v4.new_code_cell
-        book.cells.append(new(cell.source, metadata=metadata))
+        if cell.language:
+            book.cells.append(nbformat.v4.new_markdown_cell(_links(cell.source, language), metadata=metadata))
+        else:
+            book.cells.append(nbformat.v4.new_code_cell(cell.source, metadata=metadata))
     for number, cell in enumerate(book.cells):
         cell.id = f"cell-{number}"
     return nbformat.writes(book) + "\n"
@@ -48,4 +51,12 @@ def _head(chapter: Chapter, language: str) -> str:
     rows = [(words[key], header[key][language]) for key in ("outcome", "prerequisites", "hardware")]
     rows.insert(1, (words["minutes"], f"{header['minutes']} {words['unit']}"))
     rows += [(words["bugs"], ", ".join(header["bugs"]))] if header["bugs"] else []
-    return f"# {header['title'][language]}\n\n" + "\n".join(f"- **{key}**: {value}" for key, value in rows)
+    text = f"# {header['title'][language]}\n\n" + "\n".join(f"- **{key}**: {value}" for key, value in rows)
+    return _links(text, language)
+
+
+def _links(text: str, language: str) -> str:
+    """A page's links as a notebook in the repository can follow them; the others as plain text."""
+    text = re.sub(r"\[([^\]]+)\](?:\(\.\./(?:bugs|api/\w+)\.md[^)]*\)|\[[\w.]+\])", r"\1", text)
+    text = text.replace("](../", f"](../../docs/{language}/")
+    return re.sub(r"\]\((ch\d\d\w*)\.md", r"](\1.ipynb", text)

@@ -34,7 +34,7 @@ def page(chapter: Chapter, language: str, folder: Path) -> str:
             parts.append(_details("success", words["solution"], "\n\n".join(inside)))
             inside = []
         if cell is not None:
-            (inside if hidden else parts).append(_cell(cell, words, images))
+            (inside if hidden else parts).append(_cell(cell, language, images))
     parts.append(f"*{words['executed']}*{{ .executed }}")
     return "\n\n".join(parts) + "\n"
 
@@ -52,13 +52,14 @@ def _head(chapter: Chapter, language: str) -> str:
     return f'<div class="chapter-head" markdown>\n\n{table}\n{buttons}\n\n</div>'
 
 
-def _cell(cell: Cell, words: dict[str, str], images: "_Images") -> str:
+def _cell(cell: Cell, language: str, images: "_Images") -> str:
+    words = WORDS[language]
     if cell.language:
         return cell.source
     code = _fence("python", cell.source)
     if "fold" in cell.tags:
         code = _details("abstract", words["fold"], code)
-    outputs = "\n\n".join(_output(output, words, images) for output in _joined(cell.outputs))
+    outputs = "\n\n".join(_output(output, language, images) for output in _joined(cell.outputs))
     return f"{code}\n\n{outputs}" if outputs else code
 
 
@@ -73,21 +74,26 @@ def _joined(outputs: list[Any]) -> list[Any]:
     return joined
 
 
-def _output(output: Any, words: dict[str, str], images: "_Images") -> str:
-    text = output["text"]
-    if output["kind"] == "error":
-        return f'!!! failure "{words["fails"]}"\n' + _indent(_fence("text", f"{output['name']}: {text}"))
-    if output["kind"] == "png":
+def _output(output: Any, language: str, images: "_Images") -> str:
+    kind, text = output["kind"], output["text"]
+    if kind == "error":
+        title = WORDS[language]["fails"]
+        return f'!!! failure "{title}"\n' + _indent(_fence("text", f"{output['name']}: {text}"))
+    if kind == "png":
         return f'<figure class="output-figure plot" markdown>\n![]({images.add(text)})\n</figure>'
-    if output["kind"] in ("svg", "html"):
-        # Inline, so that a drawing takes the page's colours; without blank lines, so that it stays one block.
-        body = "\n".join(line for line in re.sub(r"^.*?(?=<svg)", "", text, flags=re.DOTALL).splitlines()
-                         if line.strip()) if output["kind"] == "svg" else _one_block(text)
-        return f'<div class="output-figure {output["kind"]}">\n{body}\n</div>'
+    if kind in ("svg", "html"):
+        return f'<div class="output-figure {kind}">\n{_inline(text, language)}\n</div>'
     return f'<div class="output" markdown>\n{_fence("text", text.rstrip())}\n</div>'
 
 
-def _one_block(html: str) -> str:
+def _inline(html: str, language: str) -> str:
+    """HTML or SVG to stand in the page, where a drawing takes the page's colours.
+
+    Without the spans of the other language, and without blank lines, which would end the block.
+    """
+    other = next(name for name in WORDS if name != language)
+    html = re.sub(rf'<span lang="{other}">.*?</span>', "", re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>", "", html),
+                  flags=re.DOTALL)
     return "\n".join(line for line in html.splitlines() if line.strip())
 
 

@@ -8,6 +8,7 @@ from trueup.core import hostnpu
 hostnpu.preload_if_needed()
 
 if TYPE_CHECKING:
+    from trueup.core import ledger
     from trueup.core.engine import Engine, EngineConfig
     from trueup.core.layout import Layout
     from trueup.core.ops.audit import audit
@@ -26,6 +27,7 @@ __all__ = [
     "Rows",
     "ScriptedModel",
     "audit",
+    "ledger",
     "load",
     "materialise",
     "plan",
@@ -47,6 +49,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ledger":  # a module
+        return importlib.import_module("trueup.core.ledger")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

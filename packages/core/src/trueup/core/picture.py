@@ -28,12 +28,14 @@ class Picture:
         return self.html
 
 
-def boxes(rows: Sequence[tuple[str, Sequence[Box]]], caption: str, *, width: int | None = None) -> Picture:
+def boxes(rows: Sequence[tuple[str, Sequence[Box]]], caption: str | tuple[str, str], *,
+          width: int | None = None) -> Picture:
     """Draw rows of boxes under each other.
 
     Args:
         rows: (label, boxes) each; a box is its text, or (text, style) with a style of STYLES, "real" by default.
-        caption: what the picture says, shown below it and read out in its place.
+        caption: what the picture says, shown below it; or the same in English and in Chinese, of which a page of
+            the book keeps its own.
         width: characters a box has room for; by default as many as the longest text.
 
     Raises:
@@ -56,8 +58,11 @@ def boxes(rows: Sequence[tuple[str, Sequence[Box]]], caption: str, *, width: int
             parts.append(f'<text x="{x + (step - GAP) / 2:g}" y="{y + 17}" text-anchor="middle">{escape(text)}</text>')
     columns = max((len(row) for _, row in table), default=0)
     size = left + columns * step + 2, len(table) * (HEIGHT + GAP) + 4
+    languages = {"en": caption[0], "zh": caption[1]} if isinstance(caption, tuple) else {}
+    words = "".join(f'<span lang="{name}">{escape(text)} </span>' for name, text in languages.items())
     return Picture(
         f'<figure class="trueup-picture"><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" '
-        f'width="{size[0]}" style="max-width:100%;height:auto" role="img" aria-label="{escape(caption)}" '
-        f'fill="currentColor" {FONT}>{"".join(parts)}</svg><figcaption>{escape(caption)}</figcaption></figure>'
+        f'width="{size[0]}" style="max-width:100%;height:auto" aria-hidden="true" '
+        f'fill="currentColor" {FONT}>{"".join(parts)}</svg><figcaption>{words or escape(str(caption))}</figcaption>'
+        "</figure>"
     )

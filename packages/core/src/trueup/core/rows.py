@@ -23,7 +23,7 @@ class Rows:
     """``tensor`` [Tp, ...] (TOKEN) or one row a real request in ``layout.requests`` order (REQUEST).
 
     Raises:
-        ValueError: the row count is not the layout's.
+        ValueError: the row count is not the layout's, or ``last`` of request rows.
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ class Rows:
             raise ValueError(f"{self.tensor.shape[0]} {self.kind.value} rows for a layout with {expected}")
 
     def last(self) -> "Rows":
-        """TOKEN to REQUEST: the last row of each real request."""
+        """TOKEN to REQUEST, [Tp, ...] to [B, ...]: the last row of each real request."""
         if self.kind is not Kind.TOKEN:
             raise ValueError("last() takes token rows; these are request rows already")
         index = torch.tensor(self.layout.last_rows, dtype=torch.int64, device=self.tensor.device)  # [B]

@@ -28,6 +28,7 @@ class ScriptedModel:
         return text[len(context) :]
 
     def forward(self, tokens: Tensor, view: DeviceView, pools: Pools) -> Tensor:
+        """Hidden rows [Tp, V] of token ids [Tp]; writes each id to its slot, and reads the context back."""
         hidden = torch.zeros(len(tokens), self.vocab_size)  # [Tp, V]
         for seg in view.segments:
             flat = pools.latent[0].view(-1)  # [pages * P]
@@ -42,4 +43,5 @@ class ScriptedModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """[B, V] of hidden rows [B, V]: the rows themselves."""
         return hidden

@@ -2,13 +2,13 @@
 import argparse
 import textwrap
 from collections import Counter
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueup.core.device import active_path
 from trueup.core.engine import Round
+from trueup.core.ledger import record
 from trueup.core.sampling import SamplingParams
 from trueup.models.generate import MODEL, about, follow
 from trueup.models.llm import LLM
@@ -54,7 +54,7 @@ def three_prompts(llm: LLM) -> None:
     completions = [llm.start(prompt) for prompt in TOGETHER]
     rounds: list[Round] = []
     least_free = llm.engine.pages.free
-    with _KernelCalls() as calls:
+    with record(llm) as ledger:
         for done in llm.rounds(completions, PARAMS):
             rounds.append(done)
             least_free = min(least_free, llm.engine.pages.free)
@@ -66,8 +66,8 @@ def three_prompts(llm: LLM) -> None:
     _row(f"rounds 2-{len(rounds)}", f"{decoding.real_requests} requests decode, padded to {decoding.padded_requests}: "
          "the fourth is an ordinary request on the dummy page")
     _row("pages", f"{have - least_free} of {have} held while running, {have - llm.engine.pages.free} afterwards")
-    _row("kernels", f"{sum(calls.counts.values()):,} calls of torch.ops.npu:")
-    for name, count in calls.counts.most_common():
+    _row("kernels", f"{len(ledger.calls):,} calls of torch.ops.npu:")
+    for name, count in Counter(call.operator for call in ledger.calls).most_common():
         print(f"{count:>{INDENT + 5},}  {name}")
 
 
@@ -80,19 +80,6 @@ def conclude(llm: LLM) -> None:
         f"The text is that of a model with {_parameters(llm) / 1e6:.0f} million parameters, trained on a CPU from the "
         "Python standard library's source: it looks like Python and means little. The point is the machinery: every "
         f"kernel call above was torch.ops.npu.*, and {who}", WIDTH))
-
-
-class _KernelCalls(TorchDispatchMode):
-    """Counts calls of NPU operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "npu":
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _parameters(llm: LLM) -> int:

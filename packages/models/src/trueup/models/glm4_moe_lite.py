@@ -18,6 +18,7 @@ from trueup.core.layers.mlp import MLP, MoE, Routing
 from trueup.core.layers.norm import RMSNorm
 from trueup.core.layers.rope import rope_cos_sin
 from trueup.core.view import DeviceView
+from trueup.models.axes import PARAMETER_AXES
 from trueup.models.config import ModelConfig
 
 
@@ -114,7 +115,7 @@ class Glm4MoeLite(nn.Module):
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.config = c
+        self.config, self.parameter_axes = c, PARAMETER_AXES
         self.embed = nn.Parameter(torch.empty(c.vocab_size, c.hidden_size))
         self.layers = nn.ModuleList(DecoderLayer(c, i) for i in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
