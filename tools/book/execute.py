@@ -73,13 +73,13 @@ def _execute(chapter: Chapter) -> list[list[Any]]:
         code = nbformat.v4.new_code_cell(cell.source, metadata={"tags": sorted(cell.tags)})
         notebook.cells.append(code)
     # The same everywhere; files that a chapter writes go to a folder of its own.
-    os.environ.update(NO_COLOR="1", PYTHONHASHSEED="0", PYTHONWARNINGS="ignore")
+    environment = os.environ | {"NO_COLOR": "1", "PYTHONHASHSEED": "0", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder:
         # Over local sockets: over TCP anyone on the machine could talk to the kernel.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         client = NotebookClient(notebook, config=config, timeout=CELL_SECONDS, resources={"metadata": {"path": folder}})
         try:
-            client.execute()
+            client.execute(env=environment)
         except CellExecutionError:
             number, bad = next((i, output) for i, cell in enumerate(notebook.cells)
                                for output in cell.get("outputs", []) if output.output_type == "error"

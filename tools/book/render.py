@@ -11,12 +11,13 @@ WORDS = {
         "outcome": "At the end", "minutes": "Time", "unit": "minutes", "prerequisites": "Before this",
         "bugs": "Bugs", "hardware": "Hardware", "notebook": "Notebook", "source": "Source", "run": "How to run it",
         "solution": "A solution", "fold": "The code", "fails": "This cell fails, and is meant to",
+        "drawn": "Drawn by the cell above",
         "executed": "Every output on this page comes from the last run of its cells.",
     },
     "zh": {
         "outcome": "读完之后", "minutes": "时间", "unit": "分钟", "prerequisites": "先读",
         "bugs": "涉及的缺陷", "hardware": "硬件", "notebook": "笔记本", "source": "源码", "run": "怎样运行",
-        "solution": "参考答案", "fold": "代码", "fails": "这个单元格应当失败",
+        "solution": "参考答案", "fold": "代码", "fails": "这个单元格应当失败", "drawn": "由上面的单元格画出",
         "executed": "本页的每个输出都来自最近一次真实运行。",
     },
 }
@@ -80,7 +81,8 @@ def _output(output: Any, language: str, images: "_Images") -> str:
         title = WORDS[language]["fails"]
         return f'!!! failure "{title}"\n' + _indent(_fence("text", f"{output['name']}: {text}"))
     if kind == "png":
-        return f'<figure class="output-figure plot" markdown>\n![]({images.add(text)})\n</figure>'
+        image = f"![{WORDS[language]['drawn']}]({images.add(text)})"
+        return f'<figure class="output-figure plot" markdown>\n{image}\n</figure>'
     if kind in ("svg", "html"):
         return f'<div class="output-figure {kind}">\n{_inline(text, language)}\n</div>'
     return f'<div class="output" markdown>\n{_fence("text", text.rstrip())}\n</div>'

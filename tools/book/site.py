@@ -4,12 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tools.book.chapter import LANGUAGES
+from tools.book.chapter import LANGUAGES, ChapterError
 
 TEXTS = {
-    "en": {"DESCRIPTION": "A small LLM serving core for Ascend NPUs, and the book that explains it"},
+    "en": {"DESCRIPTION": "A small LLM serving core for Ascend NPUs, and the book that explains it",
+           "SOURCE": "source"},
     "zh": {"DESCRIPTION": "为昇腾 NPU 而写的小型大模型服务核心，以及讲解它的书",
-           "TO_LIGHT": "切换到浅色", "TO_DARK": "切换到深色", "TO_AUTO": "跟随系统"},
+           "SOURCE": "源码", "TO_LIGHT": "切换到浅色", "TO_DARK": "切换到深色", "TO_AUTO": "跟随系统"},
 }
 FRONT_DOOR = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>trueup</title>
@@ -19,18 +20,25 @@ FRONT_DOOR = """<!doctype html>
 """
 
 
-def build(root: Path, url: str) -> list[str]:
-    """Build both languages into ``root``/site; returns the languages that failed."""
-    failed = [language for language in LANGUAGES if _mkdocs(root, language, url)]
-    if not failed:
-        (root / "site/index.html").write_text(FRONT_DOOR, encoding="utf-8")
-        (root / "site/.nojekyll").touch()  # GitHub Pages serves the files as they are
-    return failed
+def build(root: Path, url: str) -> None:
+    """Build both languages into ``root``/site.
+
+    Raises:
+        ChapterError: a language was not built; mkdocs has said why.
+    """
+    for language in LANGUAGES:
+        if _mkdocs(root, language, url):
+            raise ChapterError(f"the site in {language} was not built")
+    (root / "site/index.html").write_text(FRONT_DOOR, encoding="utf-8")
+    (root / "site/.nojekyll").touch()  # GitHub Pages serves the files as they are
 
 
 def _mkdocs(root: Path, language: str, url: str) -> int:
+    repository = os.environ.get("DOCS_REPOSITORY")  # where the source is public, if it is
+    source = f' · <a href="{repository}">{TEXTS[language]["SOURCE"]}</a>' if repository else ""
     variables = {f"DOCS_{name}": text for name, text in TEXTS[language].items()} | {
         "DOCS_LANGUAGE": language,
+        "DOCS_COPYRIGHT": f"Apache-2.0{source}",
         "DOCS_DIR": str(root / "docs" / language),
         "DOCS_SITE": str(root / "site" / language),
         "DOCS_URL": f"{url.rstrip('/')}/{language}/",
