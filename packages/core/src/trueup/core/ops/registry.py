@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trueup.core.ops.contract import RELATION, Check
+from trueup.core.ops.contract import RELATION, Check, describe
 
 
 class Operator(NamedTuple):
@@ -57,7 +57,8 @@ def refuse_unbuilt(check: Check, rest: dict[str, Any], neutral: dict[str, Any] |
     for argument, value in rest.items():
         harmless = (neutral or {}).get(argument)
         if value is not None and value != harmless:
-            check.fail(RELATION, argument, repr(value), f"{harmless!r}: other forms of this operator are not built yet",
+            got = describe(value) if isinstance(value, torch.Tensor) else repr(value)
+            check.fail(RELATION, argument, got, f"{harmless!r}: other forms of this operator are not built yet",
                        "trueup: ops/registry.py")
 
 
