@@ -16,7 +16,7 @@ from trueup.models.llm import LLM
 HELP = "show a model at work: text, batches, pages, operator calls"
 ALONE = "def read_lines(path):"
 TOGETHER = ("class Stack:\n    def __init__(self", "import os\nimport sys\n\ndef main(", "for name in sorted(")
-PARAMS = SamplingParams(max_tokens=40, temperature=0.6, seed=7, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=40, temperature=0.6, seed=5, ignore_eos=True)
 WIDTH, INDENT = 78, 13
 
 

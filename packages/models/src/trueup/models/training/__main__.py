@@ -54,12 +54,13 @@ def run_card(args: argparse.Namespace) -> None:
     config, corpus = ModelConfig.from_folder(args.model), read_corpus()
     params, state = load_state(args.out / "state.pt")
     tokenizer = (args.out if (args.out / "tokenizer.json").exists() else args.model) / "tokenizer.json"
-    stream, held_out = (encode(Tokenizer.from_file(str(tokenizer)), part) for part in (corpus.train, corpus.held_out))
+    parts = (corpus.train, corpus.held_out, report.without_tests(corpus.held_out))
+    stream, held_out, plain = (encode(Tokenizer.from_file(str(tokenizer)), part) for part in parts)
     export(params, args.model)
     for name in ("tokenizer.json", "loss.png"):
         if (args.out / name).exists():
             (args.model / name).write_bytes((args.out / name).read_bytes())
-    figures = report.measure(params, rounded_for_storage(params), config, stream, held_out)
+    figures = report.measure(params, rounded_for_storage(params), config, stream, held_out, plain)
     host = {"cpu": cpu_name(), "date": date.today().isoformat(), "torch": torch.__version__,
             "python": platform.python_version(), "threads": args.note}
     sizes = (sum(v.numel() for v in params.values()), len(stream), len(held_out))

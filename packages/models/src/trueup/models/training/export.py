@@ -16,8 +16,9 @@ def rounded_for_storage(params: Params) -> Params:
 
 
 def export(params: Params, folder: Path) -> None:
-    save_file({n: v.contiguous() for n, v in rounded_for_storage(params).items()}, folder / "model.safetensors",
-              metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    save_file({n: v.contiguous() for n, v in rounded_for_storage(params).items()}, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # the library writes it for its owner alone
 
 
 def load_state(path: Path) -> tuple[Params, dict]:
