@@ -23,12 +23,12 @@
 #
 # The package brings a small trained model, so nothing has to be downloaded.
 
-# %% [markdown] tags=["zh"] pair="cfc95b-2d6e1f"
+# %% [markdown] tags=["zh"] pair="cfc95b-73465b"
 # **要点。** 在昇腾 NPU 上提供模型服务，主要就是一连串*融合*算子的调用：普通 PyTorch 里要分几步做的事，一个内核（kernel）就做完。
 # 这些调用，每一个都可以在笔记本电脑上执行、检查并弄懂。trueup 用的正是 NPU 机器上的那些调用，即 `torch.ops.npu.*`；
 # 在笔记本电脑上，执行它们的是*参考内核*：用 PyTorch 写成，计算算子文档规定的结果。
 #
-# 软件包自带一个训练好的小模型，所以什么都不用下载。
+# 软件包自带一个训练好的小模型（后文称 *nano 模型*），所以什么都不用下载。
 
 # %%
 from trueup.core.sampling import SamplingParams
@@ -84,15 +84,18 @@ assert (second.layout.real_requests, second.layout.padded_requests) == (3, 4)
 # record graphs yet, but it pads as if it did.
 #
 # All sizes of one round together are its *layout*. This picture shows that of the second round; dashed boxes are
-# padding.
+# padding. A request's *kv length* counts the tokens that attention reads for it, the new one included; its *position*
+# is the place of the new token in its text, counted from 0.
 
-# %% [markdown] tags=["zh"] pair="58abc1-a56032"
-# （轮号从引擎启动时数起，前面的号被 `generate` 用掉了。）这两轮中，第一轮运行了三个提示词，它们的全部词元是同一个矩阵的行。
-# 第二轮每个请求只有一个词元，即三行；但它算了**四**行。在 NPU 上，解码靠*计算图*（graph）下发：一串内核按固定的形状录制一次，
+# %% [markdown] tags=["zh"] pair="4b9d9f-748505"
+# （轮号从引擎启动时数起，前面的号被 `generate` 用掉了。）这两轮中，前一轮是*预填充*（prefill）：
+# 三个提示词一起运行，它们的全部词元是同一个矩阵的行。
+# 后一轮是*解码*（decode）：每个请求只有一个词元，一共三行，实际却算了**四**行。在 NPU 上，解码靠*计算图*（graph）下发：一串内核按固定的形状录制一次，
 # 之后反复重放，与 CUDA Graph 一样。计算图只按少数几种批大小（*桶*）录制，这里是 1、2、4、8，所以三个请求要填充到四个。
 # 提示词不走计算图，也不填充。trueup 目前还不录制计算图，但填充方式与录制时一样。
 #
-# 一轮的全部大小合起来就是它的*布局*。下图是第二轮的布局，虚线框是填充。
+# 一轮的全部大小合起来就是它的*布局*。下图是后一轮的布局，虚线框是填充。图中 query rows 是每个请求在这一轮里的行数，
+# kv length 是它到这一轮为止的词元总数，position 是这一轮的词元在请求里的位置，slot 见图下的说明。
 
 # %% tags=["fold"]
 from trueup.core.picture import boxes
@@ -117,10 +120,11 @@ boxes([row("request [Bp]", names), row("query rows", segment.q_lens), row("kv le
 # *dummy page*: no real request owns it, and padding writes there. (A *segment*, in the code, is the requests of one
 # mode.)
 
-# %% [markdown] tags=["zh"] pair="b7f7e1-70c000"
+# %% [markdown] tags=["zh"] pair="b7f7e1-4b8e29"
 # `Bp` 是填充后的请求数，`Tp` 是填充后的词元行数。缓存切成一个个*页*，每页 128 行，一个词元一行。
 # *槽位*（slot）是一个词元的行所在的位置：页号乘页大小再加页内偏移。
-# 第 0 页是*哑页*：不属于任何真实请求，填充写在那里。（代码里的 *segment*，即段，是同一种模式的那些请求。）
+# 第 0 页是*哑页*：不属于任何真实请求，填充写在那里。（代码里的 *segment*，即*段*，由同一种模式的请求组成，
+# 模式就是上面打印出来的 prefill 或 decode；`q_cum` 是逐个请求累加的行数，[第 2 章](ch02_shapes.md)再细讲。）
 
 # %%
 page_size = second.layout.page_size
@@ -167,13 +171,16 @@ assert torch.allclose(y, expected, atol=1e-5)
 # ## Alone and in a batch
 #
 # A padded row must not change a real one, and neither may a neighbour. So with greedy sampling, the default here, a
-# request gets the same tokens alone and in a batch. It is a test worth running on any engine.
+# request gets the same tokens alone and in a batch. It is a test worth running on any engine. (Here the numbers are
+# float32. In bfloat16 a batch of another size may round differently, and of two almost equally likely tokens the other
+# one may then win.)
 
-# %% [markdown] tags=["zh"] pair="92c8c8-45b68b"
+# %% [markdown] tags=["zh"] pair="b92ef5-e4a6fb"
 # ## 单独跑与成批跑
 #
 # 填充行不能改变真实行的结果，同一个 batch 里的其他请求也不能。所以在贪心采样（这里的默认方式）下，
 # 一个请求单独运行和成批运行，得到的词元必须相同。任何引擎都值得跑一跑这项测试。
+# （这里用的是 float32。换成 bfloat16，batch 大小不同，舍入也可能不同；两个词元的概率几乎相等时，胜出的可能就换成另一个。）
 
 # %%
 greedy = SamplingParams(max_tokens=12)

@@ -199,14 +199,14 @@ equal(raised[:3], real[:3])  # A's rows are right
 # %% [markdown] tags=["en"]
 # ## The right way: padded rows are a request
 #
-# The three rows get a request of their own: a third entry in `q_cum`, a third key length, and a third line in the
-# block table. That line names page 0, the *dummy page*, which belongs to nobody.
+# The three rows get a request of their own: a third entry in `q_cum`, a third key length (3: its rows see only each
+# other), and a third line in the block table. That line names page 0, the *dummy page*, which belongs to nobody.
 
-# %% [markdown] tags=["zh"] pair="9bbe6e-caa3c5"
+# %% [markdown] tags=["zh"] pair="6ebee4-e70237"
 # ## 正确的做法：填充行也是一个请求
 #
-# 给这三行一个自己的请求：`q_cum` 多一项，键长度多一项，块表也多一行。块表的这一行指向第 0 页，
-# 也就是不属于任何人的*哑页*。
+# 让这三行自成一个请求，即*哑请求*（dummy request）：`q_cum` 多一项，键长度多一项（值为 3：这三行只看得到彼此），
+# 块表也多一行。块表的这一行指向第 0 页，也就是不属于任何人的*哑页*。
 
 # %%
 covered = attend(q, q_rope, [3, 5, 8], [6, 9, 3], [[1], [2], [0]])  # [Tp, N, R]
@@ -257,14 +257,14 @@ equal(out[:5], real)
 led
 
 # %% [markdown] tags=["en"]
-# ## One row short, but only under full load
+# ## One entry short, but only under full load
 #
 # [SB-04](../bugs.md#sb-04), vllm-ascend PR #10769: an engine takes at most 4 requests, and all 4 are busy. Padding
 # the tokens to 8 rows adds a dummy request, the fifth. The buffer of `q_cum` has room for it. The buffers of key
 # lengths and block table have 4 entries, and a slice past the end is no error in Python: it returns fewer entries.
 
-# %% [markdown] tags=["zh"] pair="b88001-9e370a"
-# ## 只在满载时少一行
+# %% [markdown] tags=["zh"] pair="af563d-caf5ff"
+# ## 只在满载时少一项
 #
 # [SB-04](../bugs.md#sb-04)，vllm-ascend PR #10769：引擎最多接 4 个请求，现在 4 个都在跑。词元填充到 8 行，
 # 多出第五个请求，一个哑请求。`q_cum` 的缓冲区留了它的位置；键长度和块表的缓冲区只有 4 项。而在 Python 里，
@@ -280,8 +280,8 @@ attend(q, q_rope, q_cum, kv_buffer[:Bp], table_buffer[:Bp])
 # layout has no buffers of different capacity. All its columns are made together, and its constructor compares their
 # lengths. Its dummies are as wide as the real requests, so there are four of one row here, not one of four.
 
-# %% [markdown] tags=["zh"] pair="ffa039-a64b02"
-# 四个请求只有三个在跑时，切片够长，所以只有满载才暴露（练习 2）。布局里没有容量不一的缓冲区：所有列一起生成，
+# %% [markdown] tags=["zh"] pair="ffa039-1f832c"
+# 最多接 4 个请求、只有 3 个在跑时，切片够长，所以只有满载才暴露（练习 2）。布局里没有容量不一的缓冲区：所有列一起生成，
 # 构造函数还会核对它们的长度。哑请求与真实请求一样宽，所以这里是四个各一行的哑请求，而不是一个四行的。
 
 # %%
@@ -446,14 +446,16 @@ assert mixed.token_rows == {8: range(0, 1), 9: range(1, 2), 7: range(4, 9)}
 # ## What outlives a forward
 #
 # The result of a forward is used when the next batch, with other rows, is already being made. So it is kept as
-# [`Rows`][trueup.core.Rows]: a tensor together with its layout. `by_request()` takes the padding off and keys the rest
-# by request, so order and count of the next batch do not matter.
+# [`Rows`][trueup.core.Rows]: a tensor together with its layout, and a `Kind`: TOKEN for one row a token, REQUEST for
+# one row a request. `by_request()` takes the padding off and keys the rest by request, so order and count of the next
+# batch do not matter.
 
-# %% [markdown] tags=["zh"] pair="8ce7b9-5019be"
+# %% [markdown] tags=["zh"] pair="78a827-9fd543"
 # ## 前向之后还要用的东西
 #
 # 用到前向结果的时候，下一个 batch 可能已经在准备了，而它的行不一样。所以结果存成 [`Rows`][trueup.core.Rows]：
-# 张量连同它的布局。`by_request()` 去掉填充，按请求号取用，下一个 batch 的顺序和数量就都无关紧要了。
+# 张量连同它的布局，再加一个 `Kind`，TOKEN 表示每个词元一行，REQUEST 表示每个请求一行。
+# `by_request()` 去掉填充，按请求号取用，下一个 batch 的顺序和数量就都无关紧要了。
 
 # %%
 hidden = Rows(Kind.TOKEN, mixed, torch.arange(9.0)[:, None])  # [Tp, H], H = 1: each row holds its own number
@@ -497,8 +499,8 @@ assert layout.segments[0].q_cum == (2, 4, 6, 7)  # a dummy of the usual width, a
 # %% [markdown] tags=["en"]
 # **2.** Show that the sliced buffers of SB-04 are long enough with three of four requests busy.
 
-# %% [markdown] tags=["zh"] pair="74be55-bccdf4"
-# **2.** 用代码说明：四个请求只有三个在跑时，SB-04 里切片出来的缓冲区是够长的。
+# %% [markdown] tags=["zh"] pair="74be55-1c6e85"
+# **2.** 用代码说明：最多接 4 个请求、只有 3 个在跑时，SB-04 里从缓冲区切出来的两个列表是够长的。
 
 # %% tags=["solution"]
 kv_buffer, table_buffer = [7, 3, 5, 5], [[1], [2], [3], [0]]  # the dummy request takes the fourth place

@@ -100,13 +100,13 @@ assert layout.segments[0].pages == ((1, 5, 0), (2, 0, 0), (3, 4, 6))
 # %% [markdown] tags=["en"]
 # ## What a row holds
 #
-# In plain multi-head attention a row holds a key and a value for every head. MLA keeps one *latent* of width R and
-# one *rope* key of width Dr, and all heads share them. GLM-4.7-Flash has R = 512 and Dr = 64. In bfloat16, two bytes
-# a number, that is 1,152 bytes for a token and layer, whatever the number of heads. Keys and values for its 20 heads,
-# each 256 wide, would take 20,480. All layers together, 47 and one that drafts tokens (*MTP*,
-# [chapter 6](ch06_glm.md)), keep 55,296 bytes of a token.
+# In plain multi-head attention a row holds a key and a value for every head. MLA keeps one *latent* of width R and one
+# *rope* key of width Dr, and all heads share them. GLM-4.7-Flash has R = 512 and Dr = 64. In bfloat16, two bytes a
+# number, that is 1,152 bytes for a token and layer, whatever the number of heads. Keys and values for its 20 heads,
+# each 256 wide, would take 20,480. All layers together, 47 and one that drafts tokens (*MTP*, [chapter
+# 6](ch06_glm.md)), take 55,296 bytes a token.
 
-# %% [markdown] tags=["zh"] pair="c375f9-6ceca4"
+# %% [markdown] tags=["zh"] pair="264dc9-6ceca4"
 # ## 一行里有什么
 #
 # 普通的多头注意力，一行里有每个头的键和值。MLA 只存一个宽度为 R 的*潜变量*（latent）和一个宽度为 Dr 的 *rope* 键，
@@ -193,10 +193,13 @@ assert latent.any(-1).sum() == 58 and not latent[0].any() and not latent[7].any(
 
 # %% [markdown] tags=["en"]
 # The model makes the same call in every layer, with its own epsilon. Here is layer 0 of the nano model in one round, as
-# the shape ledger saw it. The last column names the pools.
+# the shape ledger saw it. The last column names the pools. (`is_output_kv` asks for the new rows as results, too:
+# attention over a prompt uses them directly, [chapter 5](ch05_mla.md).)
 
-# %% [markdown] tags=["zh"] pair="53329d-0ca6cf"
-# 模型在每一层都做同样的调用，只是 epsilon 用自己的。下面是形状账本记录的 nano 模型某一轮第 0 层，最后一列写明了池子的名字。
+# %% [markdown] tags=["zh"] pair="64543d-f994d9"
+# 模型在每一层都做同样的调用，只是 epsilon 用自己的。下面是形状账本对 nano 模型（[第 1 章](ch01_run.md)的小模型）第 0 层的记录，
+# 取自其中一轮；最后一列写明了池子的名字。
+# （`is_output_kv` 表示把新写的行也作为结果返回：对提示词做注意力时直接用它们，见[第 5 章](ch05_mla.md)。）
 
 # %%
 llm = LLM.from_pretrained("glm-4.7-flash-nano", progress=False)
@@ -281,9 +284,9 @@ for _ in range(300):
 
 # %% [markdown] tags=["en"]
 # The classic way to break it is to free a request twice, say when it is aborted and finishes in the same round. Two
-# requests would then get one page and overwrite each other. The second release is refused:
+# requests would then get the same page and overwrite each other's rows. The second release is refused:
 
-# %% [markdown] tags=["zh"] pair="101422-5691f9"
+# %% [markdown] tags=["zh"] pair="8aca32-5691f9"
 # 最典型的破坏方式是把一个请求释放两次，例如它在同一轮里既被中止又正常结束。之后两个请求会拿到同一页，互相覆盖。
 # 第二次释放会被拒绝：
 
@@ -502,10 +505,10 @@ equal(attention_of_a((1, 5)), attention_of_a((4, 2)))
 # tokens are almost equally likely, and the assertion fails: that is rounding, not a stray read. No device has run this
 # chapter yet; [what ran where](../what-ran-where.md) keeps the account.
 
-# %% [markdown] tags=["zh"] pair="e8fe50-6b3c18"
+# %% [markdown] tags=["zh"] pair="e8fe50-ff1d83"
 # ## 在 NPU 机器上
 #
 # 除这些软件包外再装上 `torch_npu`，然后运行全部单元格。宽度变成 512 和 64，数据类型变成 bfloat16，
 # `audit` 会在内核看到错误调用之前拦下它们。设备不会读到请求长度之外，这是文档的说法；
-# 填 NaN 的那几个单元格正好检验这一点。SB-22 末尾的两次运行，在 bfloat16 下可能在两个词元概率几乎相等的地方分叉，断言随之失败：
+# 填 NaN 的那几个单元格正好检验这一点。“还没有人写过的键”一节末尾的两次运行，在 bfloat16 下可能在两个词元概率几乎相等的地方分叉，断言随之失败：
 # 那是舍入所致，不是读错。本章还没有在任何设备上运行过，详见[哪些在哪里跑过](../what-ran-where.md)。

@@ -283,15 +283,16 @@ attend(actual_seq_qlen=[1, 3])
 #   element of actualSequenceLengthQ(20)" (vllm-ascend issue 6524).
 # - `case`: the number in the [bug gallery](../bugs.md#sb-03). In SB-03 a graph ran on 72 rows and the list ended at 65.
 
-# %% [markdown] tags=["zh"] pair="15e37c-7aaf10"
+# %% [markdown] tags=["zh"] pair="15e37c-4ea126"
 # 逐项来读；每一项同时也是异常对象的一个属性。
 #
 # - `operator`、`argument`、`got`：哪个算子拒绝、拒绝哪个参数、实际得到什么。这里最后一个元素是 3，而行数是 4。
 # - `expected`：代入本次数字的规则，以及该改什么。
 # - `rule`：规则的级别。RELATION 表示两个参数互相矛盾。
-# - `source`：规则的出处。设备自己的报错也很像：“queryT(21) must be equal to the last element of
+# - `source`：规则的出处；cann-ops-transformer 是 CANN（昇腾的软件栈，相当于 CUDA）的一个算子仓库。
+#   设备自己的报错也很像：“queryT(21) must be equal to the last element of
 #   actualSequenceLengthQ(20)”（vllm-ascend issue 6524）。
-# - `case`：[缺陷图鉴](../bugs.md#sb-03)里的编号。SB-03 里，录制的图按 72 行运行，而列表只累计到 65。
+# - `case`：[缺陷图鉴](../bugs.md#sb-03)里的编号。SB-03 里，录制好的计算图按 72 行运行，而列表只累计到 65。
 
 # %%
 from itertools import accumulate
@@ -456,7 +457,7 @@ assert written.nonzero().flatten().tolist() == slots  # mended
 # a new one. A tensor is read where it lies, so a graph sees what was written there last. The schemas say which is
 # which:
 
-# %% [markdown] tags=["zh"] pair="591e8f-bbb295"
+# %% [markdown] tags=["zh"] pair="591e8f-a31a2a"
 # ## 长度：累计还是逐个，列表还是张量
 #
 # *打包*的键按请求首尾相接，没有页。BSND 是带 batch 维的布局，S 是给每个请求预留的行数。
@@ -472,8 +473,8 @@ assert written.nonzero().flatten().tolist() == slots  # mended
 # | `npu_scatter_pa_kv_cache` | `slot_mapping` | 一行的槽位；负数：拒绝 | int32 或 int64 张量 |
 # | `npu_grouped_matmul` | `group_list` | `group_list_type` 0（默认）：一组的终点；1：组的大小 | int64 张量 |
 #
-# 主机列表随算子下发，成为下发参数的一部分；录制好的图会一直用录制时的那份，直到给它新的。
-# 张量则在执行时从原地址读取，图看到的是最后写进去的内容。哪个是哪个，schema 里写着：
+# 主机列表随算子下发，成为下发参数的一部分；录制好的计算图会一直用录制时的那份，直到给它新的。
+# 张量则在执行时从原地址读取，计算图看到的是最后写进去的内容。哪个是哪个，schema 里写着：
 
 # %%
 def container(operator, argument):
@@ -495,14 +496,14 @@ assert container("npu_grouped_matmul", "group_list") == "tensor"
 # Some wrong calls are legal. `npu_grouped_matmul` multiplies groups of rows, each by a matrix of its own: the experts
 # of a mixture-of-experts layer ([chapter 6](ch06_glm.md)). Six rows go to three experts: 1, 2 and 3 rows. `group_list`
 # holds these counts, but `group_list_type` stays at its default 0, so they are read as ends, and each expert gets 1
-# row. Fewer rows than there are is allowed (a device that holds only some experts needs it), so nothing is refused. A
-# device leaves the other rows of the output as the memory was. The reference kernel *poisons* them with NaN, so that a
-# wrong read shows at once instead of working by luck.
+# row. A list that covers fewer rows than `x` has is allowed (a device that holds only some experts needs it), so
+# nothing is refused. A device leaves the other rows of the output as the memory was. The reference kernel *poisons*
+# them with NaN, so that a wrong read shows at once instead of working by luck.
 #
 # `OPERATORS["npu_x"]` is that reference operator itself, contract included. On a laptop it stands behind
 # `torch.ops.npu`; it can be called by name anywhere, on CPU tensors.
 
-# %% [markdown] tags=["zh"] pair="1c868e-c82d80"
+# %% [markdown] tags=["zh"] pair="6c1fe2-c82d80"
 # ## 投毒：设备没有写的地方
 #
 # 有些错误的调用是合法的。`npu_grouped_matmul` 把行分成几组，每组乘以自己的矩阵，也就是混合专家（MoE）层的各个专家，
@@ -605,11 +606,11 @@ assert levels(contradiction) == ["RELATION", "RELATION", "RELATION"]
 # **1.** `attend(atten_mask=~mask, actual_seq_qlen=[1, 3], actual_seq_kvlen=[20, 42])` has three faults, and a contract
 # stops at the first one it meets. Mend them one message at a time. In which order do they come?
 
-# %% [markdown] tags=["zh"] pair="cbb30f-8d581d"
+# %% [markdown] tags=["zh"] pair="cbb30f-7020a3"
 # ## 练习
 #
 # **1.** `attend(atten_mask=~mask, actual_seq_qlen=[1, 3], actual_seq_kvlen=[20, 42])` 有三处错，契约遇到第一处就停。
-# 请按消息逐个改正。三处错误依次是按什么顺序报出来的？
+# 请按消息逐个改正。这三处错误是按什么顺序报出来的？
 
 # %% tags=["solution"]
 faults = dict(atten_mask=~mask, actual_seq_qlen=[1, 3], actual_seq_kvlen=[20, 42])
@@ -631,9 +632,9 @@ assert order == ["atten_mask", "actual_seq_qlen", "actual_seq_kvlen"]
 # It passes: three pages hold 48 rows, so 42 is a possible length. No contract knows the length you meant. The oracle
 # finds the fault, in the rows of the second request only.
 
-# %% [markdown] tags=["zh", "solution"] pair="93b7de-551dd8"
+# %% [markdown] tags=["zh", "solution"] pair="93b7de-bca838"
 # 会通过：三页有 48 行，42 是个可能的长度。没有哪个契约知道你本来想要的长度。
-# 对照实现能发现错误，而且只在第二个请求的行里。
+# 对照实现能发现错误：只有第二个请求的行对不上。
 
 # %% tags=["solution"]
 wider = F.pad(block_table, (0, 1))  # [B, 3]
@@ -677,10 +678,10 @@ assert silent_lists == [[0, 0, 6]]
 # 4. If a ContractError comes, do what `expected` says, and run it again.
 # 5. If none comes and the numbers are still wrong, write the oracle: ten lines, as above.
 #
-# `audit` also counts calls of operators that have no contract yet, in `unknown`. A pasted norm, with another layer's
-# weight:
+# `audit` also counts calls of operators that have no contract yet, in `unknown`. `checked` counts the calls that
+# passed, so a refused one is not in it. A pasted norm, with another layer's weight, and then mended:
 
-# %% [markdown] tags=["zh"] pair="a2b4aa-639484"
+# %% [markdown] tags=["zh"] pair="cd62f1-0f9684"
 # ## 检查你自己的调用
 #
 # 1. 在克隆下来的仓库目录里运行 `pip install ./packages/core`，装这一个就够。
@@ -691,7 +692,8 @@ assert silent_lists == [[0, 0, 6]]
 # 4. 如果抛出 ContractError，就照 `expected` 修改，再运行。
 # 5. 如果不报错而数仍然不对，写一个对照实现：像上面那样，十行左右。
 #
-# 还没有契约的算子，`audit` 会把调用次数记在 `unknown` 里。下面是一个贴进来的归一化，权重拿成了另一层的：
+# 还没有契约的算子，`audit` 会把调用次数记在 `unknown` 里；`checked` 只数通过了检查的调用，被拒绝的不算。
+# 下面贴进来一个归一化，权重拿成了别处的，随后改正：
 
 # %%
 x = torch.zeros(3, 2048, dtype=torch.bfloat16, device=device)  # [T, H]

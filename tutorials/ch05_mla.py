@@ -45,7 +45,7 @@ for lane, (name, steps) in enumerate(LANES.items()):
                      f'stroke-width="{thick}"/><text x="{x + 100}" y="{y + 18}" text-anchor="middle">'
                      f'{step.lstrip("!")}</text>')
         parts.append(f'<path d="M{x + 100} {y + 28}v10" stroke="currentColor"/>' if step is not steps[-1] else "")
-caption = ('<span lang="en">Thick boxes: the up-projections. Expanded has them before the keys, absorbed around the attention.</span>'
+caption = ('<span lang="en">Thick boxes: the up-projections. Expanded has them before the attention, absorbed around it.</span>'
            '<span lang="zh">粗框是上投影：展开式在算注意力之前做，吸收式在注意力的前后各做一半。</span>')
 HTML(f'<figure class="trueup-picture"><svg viewBox="0 0 420 256" width="420" style="max-width:100%;height:auto" '
      f'role="img" aria-label="MLA: expanded, absorbed" fill="currentColor" font-family="monospace" font-size="13">'
@@ -277,9 +277,9 @@ assert cached_bytes(1, **GLM) == (20_480, 1_152)
 # context for one row. It could keep them instead, but then every step reads about 18 times the bytes. The plots show
 # both.
 
-# %% [markdown] tags=["zh"] pair="b2cdfc-baf1b2"
+# %% [markdown] tags=["zh"] pair="b2cdfc-c58871"
 # 预填充时 `q = S`：两种形式投影的行数一样多；此后每一对查询和键，每个头上展开式花 512 次乘法，吸收式花 1,088 次。
-# 解码时 `q = 1`：展开式要为一行查询还原整个上下文的键。当然也可以把还原的键值存下来，
+# 解码时 `q = 1`：展开式要为一行查询还原整个上下文的键和值。当然也可以把还原出来的键和值存下来，
 # 但那样每一步要读约 18 倍的字节。下图画出计算量和字节数。
 
 # %% tags=["fold"]
@@ -539,12 +539,12 @@ assert (largest(filled(five, 1e30)) == 1e30).all()  # 1e30 drowns it
 # Unwritten memory may hold any of these. In a fresh process it is often zero, so a short run looks right. But NaN sets
 # off the checks one uses to find real trouble, the dumps of two runs differ, and a kernel that reduces over heads turns
 # junk into wrong answers. So trueup pads with zeros, in one function (`pad_heads`), and cuts the extra heads off before
-# the value up-projection. vllm-ascend does so too (`vllm_ascend/attention/mla_v1.py`). That a device's kernel keeps
-# heads apart as ours does is the open question [`head-padding`](../what-ran-where.md#only-a-device).
+# the value up-projection. vllm-ascend does so too (`vllm_ascend/attention/mla_v1.py`). Whether a device's kernel keeps
+# heads apart as ours does is an open question, [`head-padding`](../what-ran-where.md#only-a-device).
 
-# %% [markdown] tags=["zh"] pair="2a771d-7de8db"
+# %% [markdown] tags=["zh"] pair="aefe48-782649"
 # 没写过的内存可能是其中任何一种，而进程刚启动时它往往是零，所以短时间运行看不出问题。
-# NaN 会触发本来用于定位真问题的数值检查，两次运行的 dump 对不上；一旦某个内核跨头归约，垃圾就变成错误答案。
+# NaN 会触发本来用于定位真问题的数值检查，两次运行转储（dump）的张量对不上；一旦某个内核跨头归约，垃圾就变成错误答案。
 # 因此 trueup 填零，只在一个函数（`pad_heads`）里做，并在值的上投影之前把多出的头切掉。
 # vllm-ascend 也是这样（`vllm_ascend/attention/mla_v1.py`）。设备内核是否和我们的一样让头与头互不相干，
 # 还有待设备来回答：[`head-padding`](../what-ran-where.md#only-a-device)。
@@ -593,12 +593,12 @@ ledger.Ledger(calls.rounds[1:])
 # had it on the query side only (cann-recipes-infer, merge request !621). Short outputs looked fine; greedy decoding
 # fell into a loop after a few hundred tokens.
 
-# %% [markdown] tags=["zh"] pair="e58055-54ef0c"
+# %% [markdown] tags=["zh"] pair="e58055-b74058"
 # ## SB-27：一侧漏掉的缩放
 #
 # 有些检查点会缩放潜变量。设真正的潜变量是 $1.7\,c$，而缓存里放的是 $c$。
 # 键和值都来自潜变量，所以这个系数要出现在**两处**。
-# CANN 的一份推理样例里，吸收式只在查询一侧乘了它（cann-recipes-infer，合并请求 !621）：
+# CANN（昇腾的软件栈）有一份推理样例，其中吸收式只在查询一侧乘了它（cann-recipes-infer，合并请求 !621）：
 # 短输出看着正常，贪心解码几百个词元之后陷入循环。
 
 # %% tags=["raises-exception"] raises="AssertionError" says="not close"
@@ -693,14 +693,16 @@ assert share == {20: 0.375, 10: 0.375, 5: 0.375, 128: 0.0}
 # ## On an NPU machine
 #
 # Run all cells. The first code cell sees the device and takes sizes its kernels accept (latent 512, rope 64, nope 64,
-# value 128, pages of 128); the operator cells then run in bf16, with a tolerance to match. The cells that are meant to
-# fail stop with the device's own error instead of ours. No device has run this chapter; with `device` swapped for the
-# CPU, that branch has been run under the `device` profile. See [what ran where](../what-ran-where.md).
+# value 128, pages of 128); the operator cells then run in bf16, with a tolerance to match. The two calls that are
+# refused above reach the device unchecked: by the sources that our messages cite, it refuses them, too, with an error
+# of its own. No device has run this chapter; with `device` swapped for the CPU, that branch has been run under the
+# `device` profile. See [what ran where](../what-ran-where.md).
 
-# %% [markdown] tags=["zh"] pair="83b9e5-455901"
+# %% [markdown] tags=["zh"] pair="2e6b90-49f0ed"
 # ## 在 NPU 机器上
 #
 # 运行全部单元格即可。开头的代码检测到设备后，改用内核接受的尺寸（潜变量 512、rope 64、nope 64、value 128、页大小 128），
-# 调用算子的单元格以 bf16 运行，容差相应放宽。本应失败的单元格会给出设备自己的报错，而不是我们的。
-# 本章还没有在任何设备上运行过；把 `device` 换成 CPU 后，这条分支在 `device` 配置档下运行过。
+# 调用算子的单元格以 bf16 运行，容差相应放宽。上面被契约拒绝的两个调用，这时不经检查就到了设备：
+# 按报错消息里引用的出处，设备同样会拒绝，只是报出它自己的错误。
+# 本章还没有在任何设备上运行过；把代码中的 `device` 变量换成 CPU 后，这条分支在 `device` 配置档下运行过。
 # 参见[哪些在哪里跑过](../what-ran-where.md)。

@@ -144,14 +144,15 @@ assert config != before
 # %% [markdown] tags=["en"]
 # ## The right way: normalise once, then freeze
 #
-# `ModelConfig.from_hf` settles every value: absent keys, two generations of names, experts or not for each layer, the
-# MTP layer included. A missing size is an error, because with a library's default it would be another model.
+# `ModelConfig.from_hf` settles every value: absent keys, old and new names of a key (`torch_dtype` and `dtype`),
+# experts or not for each layer, the MTP layer included. A missing size is an error, because with a library's default it
+# would be another model.
 
-# %% [markdown] tags=["zh"] pair="e997f9-55cdc2"
+# %% [markdown] tags=["zh"] pair="c496d9-631d30"
 # ## 正确的做法：规范化一次，然后冻结
 #
-# `ModelConfig.from_hf` 把每个值都定下来：缺失的键、新旧两代键名、每层有没有专家（MTP 层也算）。
-# 缺了某个尺寸就报错，因为用库的默认值顶替，就成了另一个模型。
+# `ModelConfig.from_hf` 把每个值都定下来：缺失的键、同一个键的新旧两种名字（`torch_dtype` 和 `dtype`）、
+# 每层有没有专家（MTP 层也算）。缺了某个尺寸就报错，因为用库的默认值顶替，就成了另一个模型。
 
 # %%
 import dataclasses
@@ -185,9 +186,10 @@ real.scoring_func = "softmax"
 #
 # $$w = 1.8 \cdot \frac{s_{chosen}}{\sum s_{chosen}}$$
 #
-# The bias keeps the experts evenly busy. It takes part in the choice and in nothing else.
+# The bias keeps the experts evenly busy. It takes part in the choice and in nothing else. (`n_group` is 1 in the
+# config: there is one group, so the choice is among all experts.)
 
-# %% [markdown] tags=["zh"] pair="5c17d7-05939c"
+# %% [markdown] tags=["zh"] pair="300686-3ffc84"
 # ## 路由器
 #
 # 每个混合专家（MoE）层有 E = 64 个专家，把一个词元送到其中 K = 4 个（下面的单元格里是 8 和 2）。设 $x$ 是宽 H 的一行，$W$ 是门控权重，
@@ -198,6 +200,7 @@ real.scoring_func = "softmax"
 # $$w = 1.8 \cdot \frac{s_{chosen}}{\sum s_{chosen}}$$
 #
 # 1.8 就是配置里的 `routed_scaling_factor`。偏置使各个专家的负载保持均衡；它只参与选择，不进入权重。
+# （配置里 `n_group` 为 1：只有一组，所以是在全部专家中选。）
 
 # %%
 def router(x, gate, bias, K, scaling):
@@ -239,8 +242,8 @@ assert_close(weights, expected, atol=tol, rtol=tol)
 # Two mistakes are easy, and neither raises an error: weights taken with the bias, and scaling before
 # normalising, which divides the 1.8 away. A fresh model has zero biases, and these hide the first one.
 
-# %% [markdown] tags=["zh"] pair="28467d-6f1ac6"
-# 有两个错误很容易犯，而且都不会报错：权重里带上偏置；先缩放后归一化，1.8 就被除掉了。
+# %% [markdown] tags=["zh"] pair="28467d-845de9"
+# 有两个错误很容易犯，而且都不会报错：权重里带上偏置；先缩放后归一化，1.8 就被约掉了。
 # 刚初始化的模型偏置全为零，第一个错误正好被掩盖。
 
 # %%
@@ -346,8 +349,8 @@ assert not torch.allclose(brought_back(0), by_hand, atol=tol, rtol=tol)
 # Put together, with a SwiGLU between two products, that is the whole layer. A plain loop agrees, and the ledger shows
 # the calls. In it S counts the T*K sorted rows, and Dout is the width that a product ends in.
 
-# %% [markdown] tags=["zh"] pair="f3bc82-4e4192"
-# 合起来，两次相乘之间夹一个 SwiGLU，就是整个层。朴素的循环与它结果一致，账本则列出各次调用。
+# %% [markdown] tags=["zh"] pair="f3bc82-6576e7"
+# 合起来，两次相乘之间夹一个 SwiGLU（带门控的激活），就是整个层。朴素的循环与它结果一致，账本则列出各次调用。
 # 其中 S 是排好序的 T*K 行，Dout 是一次相乘之后的宽度。
 
 # %%
@@ -395,19 +398,21 @@ assert 0.92 < routed / main < 0.93  # nine tenths of the model are routed expert
 # $$z_p = W_{eh}\,[\,\mathrm{enorm}(\mathrm{embed}(t_{p+1}));\ \mathrm{hnorm}(h_p)\,]$$
 #
 # The embedding comes **first**. The other order fits in shape, and gives a drafter that loads and guesses noise: that
-# is half of [SB-18](../bugs.md#sb-18). On paper: width 4, the projection $[\,I \mid 2I\,]$, an embedding of ones, a
-# hidden row of tens.
+# is half of [SB-18](../bugs.md#sb-18) (the other half: $h_p$ taken on the wrong side of the final norm). `enorm` and
+# `hnorm` are RMS norms. On paper: width 4, the projection $[\,I \mid 2I\,]$, an embedding of ones, a hidden row of
+# tens.
 
-# %% [markdown] tags=["zh"] pair="9f448c-8fd461"
+# %% [markdown] tags=["zh"] pair="0be3b0-057335"
 # ## MTP 层
 #
 # MTP（多词元预测）是一个解码层，前面多一段自己的输入处理。在位置 p，它接收 $h_p$，即主模型最终归一化之后的隐藏状态，
-# 以及*下一个*词元。一个投影把两者合起来，然后依次是第 47 个解码层、一次归一化和主模型自己的 `lm_head`，
-# 预测第 p + 2 个词元：
+# 以及*下一个*词元。一个投影把两者合起来，然后依次是编号 47 的解码层（主模型的 47 层编号为 0 到 46）、
+# 一次归一化和主模型自己的 `lm_head`，预测位置 p + 2 的词元：
 #
 # $$z_p = W_{eh}\,[\,\mathrm{enorm}(\mathrm{embed}(t_{p+1}));\ \mathrm{hnorm}(h_p)\,]$$
 #
-# 嵌入在**前**。换个顺序形状也对，草稿模型照样能加载，猜出来的却全不着边：这是 [SB-18](../bugs.md#sb-18) 的一半。
+# `enorm` 和 `hnorm` 是两个 RMS 归一化，$W_{eh}$ 在检查点里叫 `eh_proj`。
+# 嵌入在**前**。换个顺序形状也对，草稿模型照样能加载，猜出来的却全不着边：这是 [SB-18](../bugs.md#sb-18) 的一半（另一半是 $h_p$ 取自最终归一化之前还是之后，弄反了）。
 # 用纸笔就能验证：宽度取 4，投影取 $[\,I \mid 2I\,]$，嵌入全为 1，隐藏状态全为 10。
 
 # %%
@@ -421,9 +426,9 @@ assert (projection @ torch.cat([hidden, embedding]) == 12).all()
 # the MTP layer, and ask how often the MTP layer's guess for token p + 2 equals the main model's own guess. Then the two
 # halves of `eh_proj` change places.
 
-# %% [markdown] tags=["zh"] pair="c0f247-25aa8e"
+# %% [markdown] tags=["zh"] pair="c0f247-253dba"
 # nano 模型带有训练过的 MTP 层，所以这个错误的影响可以测出来。我们把一段 Python 代码送进主模型和 MTP 层，
-# 统计 MTP 层对第 p + 2 个词元的猜测有多少次与主模型自己的猜测相同。然后把 `eh_proj` 的两半对调。
+# 统计 MTP 层对位置 p + 2 的词元的猜测有多少次与主模型自己的猜测相同。然后把 `eh_proj` 的两半对调。
 
 # %%
 from trueup.core.cache import Pools
@@ -549,9 +554,10 @@ with tempfile.TemporaryDirectory() as folder:
 #
 # ## Your turn: load it, run it
 #
-# The nano checkpoint is loaded already, as `llm`. Let it write, and check its first token by hand.
+# The nano checkpoint is loaded already, as `llm`. Let it write, and check its first token by hand. (`guesses` sets the
+# last token apart, so we append a 0 in its place.)
 
-# %% [markdown] tags=["zh"] pair="0d6743-d67583"
+# %% [markdown] tags=["zh"] pair="c9576b-4230b4"
 # ## 真实引擎怎么做
 #
 # - sglang 的主模型和草稿模型共用一个层类；缩放不放在权重上，而是乘在专家之和上，结果相同，
@@ -563,6 +569,7 @@ with tempfile.TemporaryDirectory() as folder:
 # ## 轮到你：加载，运行
 #
 # nano 检查点已经加载好了，就是 `llm`。让它写一段，并手工核对它的第一个词元。
+# （`guesses` 不把最后一个词元送进主模型，所以我们在末尾补一个 0 占这个位置。）
 
 # %%
 from trueup.core.sampling import SamplingParams
@@ -630,12 +637,13 @@ assert a_token * real.max_position_embeddings == 11_211_374_592  # about 11 GB
 # ## On an NPU machine
 #
 # Run all cells. The small layer and the nano model are then in bf16 on the device; all sizes here are, by their
-# documents, ones that its kernels accept. The cells that are meant to fail with a `ContractError` stop with the
-# device's own error. No device has run this chapter yet: see [what ran where](../what-ran-where.md).
+# documents, ones that its kernels accept. The call that our contract refuses reaches the device unchecked: it may stop
+# with an error of its own or return wrong rows. No device has run this chapter yet: see [what ran
+# where](../what-ran-where.md).
 
-# %% [markdown] tags=["zh"] pair="3b392b-9c5ae1"
+# %% [markdown] tags=["zh"] pair="7ea8fb-fda98c"
 # ## 在 NPU 机器上
 #
 # 运行全部单元格即可。那时小 MoE 层和 nano 模型以 bf16 在设备上运行；按文档，这里的尺寸都是内核接受的。
-# 本应以 `ContractError` 失败的单元格，会给出设备自己的报错。本章还没有在任何设备上运行过：
-# 参见[哪些在哪里跑过](../what-ran-where.md)。
+# 被契约拒绝的那个调用，这时不经检查就到了设备：可能报出设备自己的错误，也可能返回错误的行。
+# 本章还没有在任何设备上运行过，参见[哪些在哪里跑过](../what-ran-where.md)。

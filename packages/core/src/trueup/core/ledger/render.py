@@ -17,7 +17,8 @@ def title(step: Step) -> str:
 
 
 def describe(layout: Layout) -> str:
-    parts = [f"{s.mode.value} {_of(s.real_requests, s.padded_requests)} requests" for s in layout.segments]
+    counts = [(s.mode.value, _of(s.real_requests, s.padded_requests)) for s in layout.segments]
+    parts = [f"{mode} {count} request{'' if count == '1' else 's'}" for mode, count in counts]
     return f"{', '.join(parts)}; {_of(layout.real_tokens, layout.padded_tokens)} token rows"
 
 
