@@ -5,7 +5,7 @@ from typing import Any
 import nbformat
 
 from tools.book.chapter import Chapter
-from tools.book.render import WORDS
+from tools.book.render import head_rows
 
 CHECK = '''\
 # Does this kernel have the book's packages?
@@ -47,12 +47,8 @@ def notebook(chapter: Chapter, language: str) -> str:
 
 
 def _head(chapter: Chapter, language: str) -> str:
-    words, header = WORDS[language], chapter.header
-    rows = [(words[key], header[key][language]) for key in ("outcome", "prerequisites", "hardware")]
-    rows.insert(1, (words["minutes"], f"{header['minutes']} {words['unit']}"))
-    rows += [(words["bugs"], ", ".join(header["bugs"]))] if header["bugs"] else []
-    text = f"# {header['title'][language]}\n\n" + "\n".join(f"- **{key}**: {value}" for key, value in rows)
-    return _links(text, language)
+    rows = "\n".join(f"- **{key}**: {value}" for key, value in head_rows(chapter, language))
+    return _links(f"# {chapter.header['title'][language]}\n\n{rows}", language)
 
 
 def _links(text: str, language: str) -> str:

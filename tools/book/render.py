@@ -40,14 +40,20 @@ def page(chapter: Chapter, language: str, folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def head_rows(chapter: Chapter, language: str) -> list[tuple[str, str]]:
+    """What stands at a chapter's top: (name, Markdown) of each fact."""
+    words, header = WORDS[language], chapter.header
+    bugs = ", ".join(f"[{bug}](../bugs.md#{bug.lower()})" for bug in header["bugs"])
+    facts = {
+        "outcome": header["outcome"][language], "minutes": f"{header['minutes']} {words['unit']}",
+        "prerequisites": header["prerequisites"][language], "bugs": bugs, "hardware": header["hardware"][language],
+    }
+    return [(words[name], text) for name, text in facts.items() if text]
+
+
 def _head(chapter: Chapter, language: str) -> str:
-    words, header, name = WORDS[language], chapter.header, chapter.name
-    rows = [(words[key], header[key][language]) for key in ("outcome", "prerequisites", "hardware")]
-    rows.insert(1, (words["minutes"], f"{header['minutes']} {words['unit']}"))
-    if header["bugs"]:
-        links = ", ".join(f"[{bug}](../bugs.md#{bug.lower()})" for bug in header["bugs"])
-        rows.insert(3, (words["bugs"], links))
-    table = "\n".join(f"**{key}**{{ .key }}\n:   {value}\n" for key, value in rows)
+    words, name = WORDS[language], chapter.name
+    table = "\n".join(f"**{key}**{{ .key }}\n:   {value}\n" for key, value in head_rows(chapter, language))
     buttons = " ".join(f"[{text}]({target}){{ .md-button }}" for text, target in (
         (words["notebook"], f"{name}.ipynb"), (words["source"], f"{name}.py"), (words["run"], "../start.md#chapters")))
     return f'<div class="chapter-head" markdown>\n\n{table}\n{buttons}\n\n</div>'

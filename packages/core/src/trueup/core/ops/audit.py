@@ -1,4 +1,4 @@
-"""Check every operator call of a block under the device's rules, whoever's kernel answers it.
+"""Check every operator call of a block under the device's rules, whichever kernel answers it.
 
 On a laptop the reference kernels check their contract anyway, in the profile that is active.  On an NPU the kernels
 are torch_npu's and check little: there, and for a laptop run that shall hold on a device, this mode is the check.

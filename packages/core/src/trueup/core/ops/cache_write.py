@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trueup.core.ops.contract import DTYPE, RELATION, SIZE, Check, describe
+from trueup.core.ops.contract import DTYPE, RELATION, SIZE, Check, describe, one_or
 from trueup.core.ops.norm import normalise
 from trueup.core.ops.registry import float_dtypes, poison, reference, refuse_unbuilt
 from trueup.core.ops.rope import rotate_pairs
@@ -102,11 +102,10 @@ def _check_rows(check: Check, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Te
     """kv, cos, sin and index describe the same rows."""
     B, _, S, _ = kv.shape
     together = "cut or pad kv, cos, sin and index together, before this call"
-    length = "1" if S == 1 else f"{S} or 1"
     for argument, table in (("cos", cos), ("sin", sin)):
         if table.dim() != 4 or table.shape[:2] != (B, 1) or table.shape[2] not in (1, S):
             check.fail(RELATION, argument, f"{table.shape[0]} rows, {describe(table, 'B, 1, S, D')}",
-                       f"{B} rows, as kv {list(kv.shape)} has, and S = {length}: {together}", FUSED_TILING, "SB-05")
+                       f"{B} rows, as kv {list(kv.shape)} has, and S = {one_or(S)}: {together}", FUSED_TILING, "SB-05")
     if cos.shape != sin.shape:
         check.fail(RELATION, "sin", describe(sin), f"the shape of cos, {list(cos.shape)}", FUSED_TILING)
     if index.shape != (B * S,):

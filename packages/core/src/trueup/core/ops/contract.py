@@ -97,6 +97,11 @@ class Check:
         return _profile.get() != "device"
 
 
+def one_or(size: int) -> str:
+    """'4 or 1': the sizes of an axis that is broadcast against ``size``."""
+    return "1" if size == 1 else f"{size} or 1"
+
+
 def describe(tensor: Any, axes: str = "") -> str:
     """'[16, 32, 512] (T, N, D) bfloat16': how messages name a tensor."""
     axes = f" ({axes})" if axes else ""

@@ -1,7 +1,7 @@
 """Rotary embedding of interleaved pairs, returned in half layout."""
 import torch
 
-from trueup.core.ops.contract import DTYPE, RELATION, SIZE, Check, describe
+from trueup.core.ops.contract import DTYPE, RELATION, SIZE, Check, describe, one_or
 from trueup.core.ops.registry import accumulator, float_dtypes, reference
 
 PAGE = "op-plugin: docs/.../torch_npu-npu_interleave_rope.md"
@@ -24,7 +24,7 @@ def _interleave_rope_contract(check: Check, x: torch.Tensor, cos: torch.Tensor, 
     for argument, table in (("cos", cos), ("sin", sin)):
         if table.dim() != 4 or table.shape[0] != B or table.shape[1] != 1 or table.shape[2] not in (1, S):
             check.fail(RELATION, argument, describe(table, "B, 1, S, D"),
-                       f"{B} rows as x {list(x.shape)} has, one head, S = {S} or 1: [{B}, 1, {S}, {D}]", PAGE)
+                       f"{B} rows as x {list(x.shape)} has, one head, S = {one_or(S)}: [{B}, 1, {S}, {D}]", PAGE)
         if table.shape[3] != D:
             check.fail(RELATION, argument, describe(table, "B, 1, S, D"),
                        f"D = {D}, the full width of x: each angle stands in both halves", PAGE)

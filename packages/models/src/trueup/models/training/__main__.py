@@ -1,5 +1,6 @@
-"""``python -m trueup.models.training``: make the nano checkpoint, train it further, or write its card."""
+"""``python -m trueup.models.training``: make the nano checkpoint or train it further, write its card, measure it."""
 import argparse
+import json
 import platform
 import sys
 from datetime import date
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from trueup.models.config import ModelConfig
 from trueup.models.training import report, twin
 from trueup.models.training.bpe import train_bpe
-from trueup.models.training.corpus import read_corpus
+from trueup.models.training.corpus import Corpus, read_corpus
 from trueup.models.training.export import export, load_state, rounded_for_storage
 from trueup.models.training.train import train
 
@@ -31,7 +32,7 @@ def cpu_name() -> str:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    """Tokenizer first (unless --further), then training; ends by writing the checkpoint into --model."""
+    """Tokenizer first (unless --further), then training; ``card`` writes what it made into --model."""
     config, corpus, file = ModelConfig.from_folder(args.model), read_corpus(), args.out / "tokenizer.json"
     args.out.mkdir(parents=True, exist_ok=True)
     if args.further:
@@ -53,13 +54,11 @@ def run_card(args: argparse.Namespace) -> None:
     """Export the finished run into --model, measure it, and write README.md there."""
     config, corpus = ModelConfig.from_folder(args.model), read_corpus()
     params, state = load_state(args.out / "state.pt")
-    tokenizer = (args.out if (args.out / "tokenizer.json").exists() else args.model) / "tokenizer.json"
-    parts = (corpus.train, corpus.held_out, report.without_tests(corpus.held_out))
-    stream, held_out, plain = (encode(Tokenizer.from_file(str(tokenizer)), part) for part in parts)
     export(params, args.model)
     for name in ("tokenizer.json", "loss.png"):
         if (args.out / name).exists():
             (args.model / name).write_bytes((args.out / name).read_bytes())
+    stream, held_out, plain = encoded(args.model, corpus)
     figures = report.measure(params, rounded_for_storage(params), config, stream, held_out, plain)
     host = {"cpu": cpu_name(), "date": date.today().isoformat(), "torch": torch.__version__,
             "python": platform.python_version(), "threads": args.note}
@@ -69,10 +68,27 @@ def run_card(args: argparse.Namespace) -> None:
     print(text)
 
 
+def run_measure(args: argparse.Namespace) -> None:
+    """Print the card's figures for the weights that lie in --model, in which nothing is written."""
+    stored = load_file(args.model / "model.safetensors")
+    weights = {n: v.float() for n, v in stored.items()}
+    figures = report.measure(weights, stored, ModelConfig.from_folder(args.model), *encoded(args.model, read_corpus()))
+    print(json.dumps(figures, indent=1))
+
+
+def encoded(model: Path, corpus: Corpus) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The training part, the held-out part, and the latter without tests, in the model's own ids."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    parts = (corpus.train, corpus.held_out, report.without_tests(corpus.held_out))
+    train_ids, held_out, plain = (encode(tokenizer, part) for part in parts)
+    return train_ids, held_out, plain
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trueup.models.training", description=__doc__)
-    parser.add_argument("what", choices=("train", "card"))
-    parser.add_argument("out", type=Path, help="working folder; a run that was stopped resumes from it")
+    parser.add_argument("what", choices=("train", "card", "measure"))
+    parser.add_argument("out", type=Path, nargs="?", default=Path("build/nano"),
+                        help="working folder; a run that was stopped resumes from it (default: %(default)s)")
     parser.add_argument("--model", type=Path, required=True,
                         help="checkpoint folder with config.json; card writes into it")
     parser.add_argument("--further", action="store_true", help="start from the folder's weights, not from scratch")
@@ -86,7 +102,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    {"train": run_train, "card": run_card}[args.what](args)
+    try:
+        {"train": run_train, "card": run_card, "measure": run_measure}[args.what](args)
+    except ValueError as error:
+        print(f"training: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -22,6 +22,12 @@ def export(params: Params, folder: Path) -> None:
 
 
 def load_state(path: Path) -> tuple[Params, dict]:
-    """Parameters and bookkeeping of a training run's ``state.pt``."""
+    """Parameters and bookkeeping of a training run's ``state.pt``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: train first, or use `measure` for the weights of a finished checkpoint")
     kept = torch.load(path, weights_only=True)
     return kept["params"], kept["state"]

@@ -115,7 +115,8 @@ real numbers on a laptop.
 
 ## Figures
 
-Measured by `make model-card` on {cpu}, {date}, torch {torch}.
+Measured by `make model-card` after the training, on {cpu}, {date}, torch {torch}. For the weights as they lie here,
+`python -m trueup.models.training measure --model FOLDER` measures the same again.
 
 | figure | value |
 |---|---|
@@ -141,8 +142,9 @@ Another Python version gives another corpus: the weights are pinned, not the cor
 
 ## How it was made
 
-`make train` (resumable; `--further` goes on from these weights). Plain PyTorch twin of the served model, Muon for
-matrices and AdamW for the rest, seed 47. Loss by tokens seen:
+`make train` (resumable; 130 minutes in fp32, unless `--minutes`, `--threads` and `--dtype` say otherwise, as they did
+here; `--further` goes on from these weights). Plain PyTorch twin of the served model, Muon for matrices and AdamW for
+the rest, seed 47. Loss by tokens seen:
 
 ![training and held-out loss](loss.png)
 
