@@ -12,7 +12,7 @@ PACKAGES := $(wildcard packages/*/pyproject.toml)
 # The nano model is small: a second thread costs more than it gives, and far more where the cores are shared.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long check train model-card clean docs docs-serve docs-test chapters-sync book
+.PHONY: demo test test-long check train model-card train-eagle eagle-card clean docs docs-serve docs-test chapters-sync book
 
 demo: $(VENV)/.run
 	$(VENV)/bin/trueup demo
@@ -57,6 +57,12 @@ train: $(VENV)/.dev
 
 model-card: $(VENV)/.dev
 	$(PY) -m trueup.models.training card build/nano --model $(NANO)
+
+train-eagle: $(VENV)/.dev
+	$(PY) -m trueup.models.training eagle build/eagle --model $(NANO) --head $(NANO)-eagle3
+
+eagle-card: $(VENV)/.dev
+	$(PY) -m trueup.models.training eagle-card build/eagle --model $(NANO) --head $(NANO)-eagle3
 
 clean:
 	rm -rf $(VENV) build site .mypy_cache .ruff_cache

@@ -12,14 +12,16 @@ SOURCES = {
 }
 # Modules that something other than an import statement reaches: entry points and `python -m`.
 ENTRY_POINTS = {
-    "trueup.core", "trueup.models", "trueup.server", "trueup.core.cli", "trueup.core.doctor", "trueup.models.generate",
-    "trueup.models.demo", "trueup.models.ledger_command", "trueup.server.serve", "trueup.models.training.__main__",
+    "trueup.core", "trueup.models", "trueup.server", "trueup.core.cli", "trueup.core.doctor", "trueup.core.explain",
+    "trueup.models.generate", "trueup.models.demo", "trueup.models.ledger_command", "trueup.server.serve",
+    "trueup.models.acceptance.command", "trueup.models.training.__main__",
     "trueup.core.picture",  # chapters draw with it
 }
 # The parts of core from the ground up (design table): a part imports only from parts above it here.
 CORE_ORDER = [
-    "hostnpu", "device", "ops", "layout", "planning", "pages", "cache", "rows", "view", "layers", "attention",
-    "sampling", "scheduler", "engine", "scripted", "ledger", "doctor", "cli", "picture",
+    "hostnpu", "device", "ops", "layout", "planning", "pages", "cache", "key_value", "rows", "carry", "view", "layers",
+    "attention", "model", "sampling", "round", "scheduler", "speculation", "engine", "scripted", "ledger", "messages",
+    "explain", "doctor", "cli", "picture",
 ]
 # From prompt to logits: what a reader follows.  Apart from it: the reference kernels, which requests run (scheduler,
 # pages), and how ids become text again.

@@ -270,7 +270,7 @@ led
 # 多出第五个请求，一个哑请求。`q_cum` 的缓冲区留了它的位置；键长度和块表的缓冲区只有 4 项。而在 Python 里，
 # 切片越过末尾并不报错，只是少返回几项。
 
-# %% tags=["raises-exception"] raises="ContractError" says="5 lengths, one for each of actual_seq_qlen"
+# %% tags=["raises-exception"] raises="ContractError" says="5 rows, one for each request"
 kv_buffer, table_buffer = [7, 3, 5, 2], [[1], [2], [3], [4]]  # max_requests = 4
 q_cum, Bp = [1, 2, 3, 4, 8], 5  # the fifth request owns rows 4 to 7
 attend(q, q_rope, q_cum, kv_buffer[:Bp], table_buffer[:Bp])

@@ -43,7 +43,7 @@
 from trueup.core import ContractError, audit, ledger, load
 from trueup.core.device import pick_device
 from trueup.core.ops.contract import profile
-from trueup.core.ops.registry import OPERATORS
+from trueup.core.ops.registry import OPERATORS, packet
 
 path = load()
 print(f"{path.name}: {path.reason}")
@@ -52,7 +52,7 @@ import torch
 
 npu = torch.ops.npu
 assert path.name in ("own", "hostnpu", "device") and load() == path
-assert all(hasattr(npu, name) for name in OPERATORS)  # OPERATORS: those with a contract
+assert all(map(packet, OPERATORS))  # OPERATORS: those with a contract, by name; packet finds the entry
 
 # %% tags=["fold"]
 from IPython.display import HTML, display
@@ -157,7 +157,8 @@ assert axes["actual_seq_qlen"] == axes["actual_seq_kvlen"] == ["B"]
 display(led)
 
 # %% [markdown] tags=["en"]
-# What FIA expects of them:
+# What FIA expects of them, in short; all its rules are on its
+# [contract sheet](../operators/npu_fused_infer_attention_score_v2.md):
 #
 # | argument | rule |
 # |---|---|
@@ -176,8 +177,8 @@ display(led)
 #
 # Is the answer right? An *oracle* is a second computation that shares no code with the first: plain loops in float64.
 
-# %% [markdown] tags=["zh"] pair="fabda0-6ddce4"
-# FIA 对它们的要求：
+# %% [markdown] tags=["zh"] pair="fbf190-288e4f"
+# FIA 对它们的要求，简要如下；全部规则见它的[契约页](../operators/npu_fused_infer_attention_score_v2.md)：
 #
 # | 参数 | 规则 |
 # |---|---|
@@ -282,8 +283,10 @@ attend(actual_seq_qlen=[1, 3])
 # - `source`: where the rule is written. A device's own message is much the same: "queryT(21) must be equal to the last
 #   element of actualSequenceLengthQ(20)" (vllm-ascend issue 6524).
 # - `case`: the number in the [bug gallery](../bugs.md#sb-03). In SB-03 a graph ran on 72 rows and the list ended at 65.
+# - `open_point`: only where no document settles the matter. Then the contract refuses to be safe, the `open` line asks
+#   the question, and the name is what `assume` takes to let such calls pass.
 
-# %% [markdown] tags=["zh"] pair="15e37c-4ea126"
+# %% [markdown] tags=["zh"] pair="5c2764-8f8109"
 # 逐项来读；每一项同时也是异常对象的一个属性。
 #
 # - `operator`、`argument`、`got`：哪个算子拒绝、拒绝哪个参数、实际得到什么。这里最后一个元素是 3，而行数是 4。
@@ -293,6 +296,8 @@ attend(actual_seq_qlen=[1, 3])
 #   设备自己的报错也很像：“queryT(21) must be equal to the last element of
 #   actualSequenceLengthQ(20)”（vllm-ascend issue 6524）。
 # - `case`：[缺陷图鉴](../bugs.md#sb-03)里的编号。SB-03 里，录制好的计算图按 72 行运行，而列表只累计到 65。
+# - `open_point`：只在文档没有定论时才有。这时契约为稳妥起见拒绝，`open` 一行写出问题；
+#   这个名字就是 `assume` 的参数，用它可以放行这类调用。
 
 # %%
 from itertools import accumulate
@@ -308,7 +313,7 @@ def refusal(run):
 
 found = refusal(lambda: attend(actual_seq_qlen=[1, 3]))
 assert (found.operator, found.argument) == (NAME, "actual_seq_qlen")
-assert (found.rule, found.case) == ("RELATION", "SB-03")
+assert (found.rule, found.case, found.open_point) == ("RELATION", "SB-03", "fia-short-sum")
 assert right(attend(actual_seq_qlen=list(accumulate([1, 3]))))  # [1, 4]: mended
 
 refused = [refusal(lambda changes=changes: attend(**changes)) for changes in wrong]
@@ -320,7 +325,7 @@ assert all(refused)  # all five that shape inference let pass
 # %% [markdown] tags=["zh"] pair="0e4b1b-c47ba0"
 # **键长度写成了累计值。** 下一个参数，正好反过来错。
 
-# %% tags=["raises-exception"] raises="ContractError" says="not cumulative over pages"
+# %% tags=["raises-exception"] raises="ContractError" says="(not cumulative)"
 ends = [20, 42]
 attend(actual_seq_kvlen=ends)
 
@@ -618,7 +623,7 @@ order = []
 while error := refusal(lambda: attend(**faults)):
     order.append(error.argument)
     del faults[error.argument]  # back to the good value
-assert order == ["atten_mask", "actual_seq_qlen", "actual_seq_kvlen"]
+assert order == ["actual_seq_qlen", "actual_seq_kvlen", "atten_mask"]
 
 # %% [markdown] tags=["en"]
 # **2.** Cumulative key lengths were refused because 42 tokens do not fit into two pages of 16. Give the block table a
@@ -678,10 +683,11 @@ assert silent_lists == [[0, 0, 6]]
 # 4. If a ContractError comes, do what `expected` says, and run it again.
 # 5. If none comes and the numbers are still wrong, write the oracle: ten lines, as above.
 #
-# `audit` also counts calls of operators that have no contract yet, in `unknown`. `checked` counts the calls that
+# Calls inside a long run need no pasting: [record them](../how-to/explain.md#capture), and `trueup explain` checks the
+# file. `audit` also counts calls of operators that trueup does not know, in `unknown`. `checked` counts the calls that
 # passed, so a refused one is not in it. A pasted norm, with another layer's weight, and then mended:
 
-# %% [markdown] tags=["zh"] pair="cd62f1-0f9684"
+# %% [markdown] tags=["zh"] pair="7e6a13-95e9d4"
 # ## 检查你自己的调用
 #
 # 1. 在克隆下来的仓库目录里运行 `pip install ./packages/core`，装这一个就够。
@@ -692,7 +698,8 @@ assert silent_lists == [[0, 0, 6]]
 # 4. 如果抛出 ContractError，就照 `expected` 修改，再运行。
 # 5. 如果不报错而数仍然不对，写一个对照实现：像上面那样，十行左右。
 #
-# 还没有契约的算子，`audit` 会把调用次数记在 `unknown` 里；`checked` 只数通过了检查的调用，被拒绝的不算。
+# 长时间运行中的调用不必手工粘贴：[把它们录下来](../how-to/explain.md#capture)，再用 `trueup explain` 检查录下的文件。
+# trueup 不认识的算子，`audit` 会把调用次数记在 `unknown` 里；`checked` 只数通过了检查的调用，被拒绝的不算。
 # 下面贴进来一个归一化，权重拿成了别处的，随后改正：
 
 # %%

@@ -184,13 +184,14 @@ def test_an_image_is_written_beside_the_page(write, tmp_path):
 
 
 def test_a_notebook_has_one_language_no_outputs_and_an_import_check(write):
-    links = "[a](../start.md), [SB-03](../bugs.md#sb-03), [`L`][trueup.core.L], [2](ch02_x.md)"
+    links = ("[a](../start.md), [SB-03](../bugs.md#sb-03), [`L`][trueup.core.L], [2](ch02_x.md), "
+             "[open points](../operators/index.md#open-points), [m](../messages.md)")
     text = notebook(write(PAIR.replace("One sentence.", links), CODE), "en")
     book = nbformat.reads(text, as_version=4)
     nbformat.validate(book)
     assert "import trueup.models" in book.cells[0].source and "pip install ./packages/core" in book.cells[0].source
     assert [cell.cell_type for cell in book.cells] == ["code", "markdown", "markdown", "code"]
-    assert book.cells[2].source == "[a](../../docs/en/start.md), SB-03, `L`, [2](ch02_x.ipynb)"
+    assert book.cells[2].source == "[a](../../docs/en/start.md), SB-03, `L`, [2](ch02_x.ipynb), open points, m"
     assert all(cell.get("outputs", []) == [] for cell in book.cells) and "一句话" not in text
     assert json.loads(text)["metadata"]["kernelspec"]["name"] == "python3"
 

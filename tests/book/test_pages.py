@@ -22,7 +22,8 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
          "--disable-background-networking", "--disable-component-update", "--disable-sync", "--lang=en"]
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 # One of each kind of page.
-KINDS = ["", "chapters/ch03_cache/", "how-to/check-your-call/", "api/core/", "bugs/"]
+KINDS = ["", "chapters/ch03_cache/", "how-to/check-your-call/", "api/core/", "bugs/", "messages/", "operators/",
+         "operators/npu_kv_rmsnorm_rope_cache/"]
 ALL = sorted(path.relative_to(SITE / "en").as_posix().removesuffix("index.html")
              for path in (SITE / "en").rglob("index.html"))
 CHAPTERS = [page for page in ALL if page.startswith("chapters/ch")]

@@ -1,19 +1,19 @@
 """The declared axes of every operator, and how letters become sizes."""
-import runpy
-from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
+from operators.case import cases, invoke
 from trueup.core import ledger
 from trueup.core.ledger.letters import Declared, resolve, value_of
-from trueup.core.ops.axes import FORMS, parse
+from trueup.core.ops.axes import signature
 from trueup.core.ops.contract import profile
 from trueup.core.ops.load import load
-from trueup.core.ops.registry import OPERATORS, schemas
+from trueup.core.ops.registry import OPERATORS, packet, schemas
 
 load()
-CALLS = runpy.run_path(str(Path(__file__).parents[1] / "conformance/calls.py"))["CALLS"]
+CASES = cases()
 npu = torch.ops.npu
 
 
@@ -31,28 +31,33 @@ def shape(call, name, results=False):
 
 
 def test_every_operator_declares_the_axes_of_arguments_that_it_has():
-    assert set(FORMS) == set(OPERATORS)
-    for name, form in FORMS.items():
-        if isinstance(form, str):
-            schema = torch._C.parse_schema(schemas()[name])
-            assert set(parse(form).inputs) <= {argument.name for argument in schema.arguments}
-            assert len(parse(form).outputs) == len(schema.returns)
+    for name, operator in OPERATORS.items():
+        schema = torch._C.parse_schema(schemas()[name])
+        defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        for form in operator.forms:
+            declared = signature(name, defaults | form)
+            assert {argument.partition("[")[0] for argument in declared.inputs} <= defaults.keys()
+            assert len(declared.outputs) == len(schema.returns)
 
 
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_declared_axes_fit_a_good_call_of_every_operator(name):
-    args, kwargs = CALLS[name]()
-    with ledger.record() as led:
-        getattr(npu, name)(*args, **kwargs)
-    (call,) = led.calls
-    tensors = call.operands + call.results
-    assert call.operator == name and call.owner == "" and call.layout is None and not call.error
-    assert tensors and not call.disagreements
-    assert all(axis.name != "?" and axis.real in (axis.size, None) for t in tensors for axis in t.axes)
-    # A tensor that the schema marks as written is declared as written.
-    schema = torch._C.parse_schema(schemas()[name])
-    marked = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    assert marked <= {operand.name for operand in call.operands if operand.written}
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_declared_axes_fit_good_calls_of_every_operator(name):
+    lettered = 0
+    for seed in range(12):
+        call = CASES[name].legal(Random(seed))
+        with ledger.record() as led:
+            invoke(packet(name), name, call)
+        (entry,) = led.calls
+        tensors = entry.operands + entry.results
+        assert entry.operator == name and entry.owner == "" and entry.layout is None and not entry.error
+        assert not entry.disagreements and all(a.real in (a.size, None) for t in tensors for a in t.axes)
+        # Other ranks than the declared one get question marks.
+        lettered += bool(tensors) and all(axis.name != "?" for t in tensors for axis in t.axes)
+        # A tensor that the schema marks as written is declared as written.
+        schema = torch._C.parse_schema(schemas()[name])
+        marked = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        assert marked <= {operand.name for operand in entry.operands if operand.written}
+    assert lettered
 
 
 @pytest.mark.parametrize("lse", [False, True])

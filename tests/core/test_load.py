@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import trueup.core
+from trueup.core.ops.contract import Check, ContractError
 from trueup.core.ops.load import load
-from trueup.core.ops.registry import OPERATORS, schemas
+from trueup.core.ops.registry import OPERATORS, refuse_unbuilt, schemas
 
 PATH = load()
 
@@ -72,6 +73,14 @@ def test_a_wrong_signature_is_seen(signature, expected):
 def test_declared_operators_are_those_with_a_schema():
     assert set(OPERATORS) == set(schemas())
     assert list(schemas()) == sorted(schemas())
+
+
+def test_what_is_not_built_is_described_and_not_printed():
+    big = torch.zeros(100, 100)
+    for value, said in ((big, "[100, 100] float32"), ([big, None], "[[100, 100] float32, None]"), (7, "7")):
+        with pytest.raises(ContractError, match="not built yet") as error:
+            refuse_unbuilt(Check("npu_x"), {"scales": value, "other": None})
+        assert error.value.got == said
 
 
 def test_load_may_be_repeated():

@@ -45,6 +45,7 @@ def test_a_wheel_holds_the_data_files(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     installed = tmp_path / "trueup" / "models" / "zoo"
-    for file in zoo.path(NANO).iterdir():
-        assert (installed / NANO / file.name).read_bytes() == file.read_bytes()
+    for folder in (zoo.path(NANO), zoo.eagle3()):
+        for file in folder.iterdir():
+            assert (installed / folder.name / file.name).read_bytes() == file.read_bytes()
     assert not (tmp_path / "trueup" / "__init__.py").exists()  # a namespace package, shared with core

@@ -1,4 +1,4 @@
-"""The book's builder: ``python -m tools.book build``, ``site``, ``check`` or ``sync``; --help says more."""
+"""The book's builder: ``python -m tools.book`` build, site, check, sync or contracts; --help says more."""
 import argparse
 import shutil
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.book import site
+from tools.book import contracts, site
 from tools.book.chapter import LANGUAGES, Chapter, ChapterError, problems, read, sync, warnings
 from tools.book.execute import run
 from tools.book.notebook import notebook
@@ -14,18 +14,20 @@ from tools.book.pages import chapter_list, gallery
 from tools.book.render import page
 
 ROOT = Path(__file__).resolve().parents[2]
+TRANSLATIONS = "docs/zh/contracts.yml"
 HELP = """
 sync   stamp the pairs of prose cells that are new or changed in both languages, and write the notebooks
 check  what can be said of the chapters without running them
 build  check, run the chapters that changed, and write their pages
 site   build, then the whole site, strictly, into site/
+contracts  what docs/zh/contracts.yml lacks, as YAML to be filled in, and what in it is stale
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.book", description="Chapters to pages and notebooks.",
                                      epilog=HELP, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=["sync", "check", "build", "site"])
+    parser.add_argument("command", choices=["sync", "check", "build", "site", "contracts"])
     parser.add_argument("chapters", nargs="*", help="names such as ch01_run (default: all)")
     parser.add_argument("--no-cache", action="store_true", help="run every chapter, changed or not")
     parser.add_argument("--agreed", action="store_true",
@@ -33,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000/", help="site: where it will be (default: %(default)s)")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # for tests
     args = parser.parse_intermixed_args(argv)
+    if args.command == "contracts":
+        return _contracts(args.root)
 
     paths = sorted((args.root / "tutorials").glob("ch*.py"))
     failures = [f"there is no chapter {name}" for name in sorted(set(args.chapters) - {path.stem for path in paths})]
@@ -83,15 +87,31 @@ def _write_pages(chapter: Chapter, root: Path) -> None:
 
 
 def _write_lists(chapters: list[Chapter], root: Path) -> None:
+    from tools.book import messages, sheets  # import torch, which only this needs
+
+    chinese = contracts.read(root / TRANSLATIONS)
+    say: dict[str, contracts.Say] = {"en": str, "zh": lambda text: chinese.get(text, text)}
     for language in LANGUAGES:
         docs = root / "docs" / language
         (docs / "chapters").mkdir(parents=True, exist_ok=True)
         (docs / "chapters/index.md").write_text(chapter_list(chapters, language), encoding="utf-8")
         (docs / "bugs.md").write_text(gallery(root / "docs/bugs.yml", chapters, language), encoding="utf-8")
+        (docs / "messages.md").write_text(messages.page(language), encoding="utf-8")
+        sheets.write(root, chapters, say[language], language)
         names = tuple(chapter.name for chapter in chapters)
         for made in (docs / "chapters").glob("ch*"):
             if not made.name.startswith(names):
                 made.unlink()  # of a chapter that is no longer there
+
+
+def _contracts(root: Path) -> int:
+    """Print what is to be translated; 1 where something is."""
+    from tools.book import sheets
+
+    texts, chinese = sheets.texts(root), contracts.read(root / TRANSLATIONS)
+    found = [contracts.missing(texts, chinese), *contracts.problems(texts, chinese)]
+    print("\n".join(filter(None, found)) or f"{len(texts)} texts, all translated")
+    return 1 if any(found) else 0
 
 
 def _notebooks(chapter: Chapter, root: Path) -> dict[str, Path]:

@@ -53,6 +53,6 @@ def _head(chapter: Chapter, language: str) -> str:
 
 def _links(text: str, language: str) -> str:
     """A page's links as a notebook in the repository can follow them; the others as plain text."""
-    text = re.sub(r"\[([^\]]+)\](?:\(\.\./(?:bugs|api/\w+)\.md[^)]*\)|\[[\w.]+\])", r"\1", text)
+    text = re.sub(r"\[([^\]]+)\](?:\(\.\./(?:bugs|messages|(?:api|operators)/\w+)\.md[^)]*\)|\[[\w.]+\])", r"\1", text)
     text = text.replace("](../", f"](../../docs/{language}/")
     return re.sub(r"\]\((ch\d\d\w*)\.md", r"](\1.ipynb", text)

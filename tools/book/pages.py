@@ -9,7 +9,8 @@ from tools.book.chapter import LANGUAGES, Chapter, ChapterError
 
 HOMES = {
     "cann-recipes-infer": None, "NeMo Automodel": "NVIDIA-NeMo/Automodel", "ik_llama.cpp": "ikawrakow/ik_llama.cpp",
-    "llama-benchy": None, "mlx-lm": "ml-explore/mlx-lm", "nano-vllm": "GeeeekExplorer/nano-vllm",
+    "llama-benchy": None, "LMCache-Ascend": "LMCache/LMCache-Ascend", "lmdeploy": "InternLM/lmdeploy",
+    "mlx-lm": "ml-explore/mlx-lm", "ms-swift": "modelscope/ms-swift", "nano-vllm": "GeeeekExplorer/nano-vllm",
     "sglang": "sgl-project/sglang", "sglang-jax": "sgl-project/sglang-jax", "transformers": "huggingface/transformers",
     "vllm": "vllm-project/vllm", "vllm-ascend": "vllm-project/vllm-ascend",
 }
@@ -68,12 +69,12 @@ def gallery(data: Path, chapters: list[Chapter], language: str) -> str:
                 f"### {bug['id']} {{ #{bug['id'].lower()} }}\n\n{bug[language]['bug']}\n\n"
                 f"- **{words['rule']}**: {bug[language]['rule']}\n"
                 f"- **{words['chapter']}**: {', '.join(covered) or words['later']}\n"
-                f"- **{words['seen']}**: {', '.join(_link(where) for where in bug['seen'])}")
+                f"- **{words['seen']}**: {', '.join(link(where) for where in bug['seen'])}")
     body = "\n\n".join(parts)
     return f"# {words['gallery']}\n\n{words['gallery_intro']}\n\n{body}\n"
 
 
-def _link(where: str) -> str:
+def link(where: str) -> str:
     """'sglang PR #1' as a link to it, where the project's home is known."""
     match = re.fullmatch(r"(.+) (PR|issue) #(\d+)", where)
     home = HOMES.get(match[1]) if match else None

@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from trueup.core.engine import Engine, EngineConfig
     from trueup.core.layout import Layout
     from trueup.core.ops.audit import audit
+    from trueup.core.ops.capture import capture
     from trueup.core.ops.contract import ContractError
     from trueup.core.ops.load import load
+    from trueup.core.ops.pad_topk import pad_topk
     from trueup.core.planning import plan
     from trueup.core.rows import Rows
-    from trueup.core.scripted import ScriptedModel
+    from trueup.core.scripted import ScriptedDrafter, ScriptedModel
     from trueup.core.view import materialise
 
 __all__ = [
@@ -25,11 +27,14 @@ __all__ = [
     "EngineConfig",
     "Layout",
     "Rows",
+    "ScriptedDrafter",
     "ScriptedModel",
     "audit",
+    "capture",
     "ledger",
     "load",
     "materialise",
+    "pad_topk",
     "plan",
 ]
 
@@ -40,10 +45,13 @@ _HOMES = {
     "EngineConfig": "trueup.core.engine",
     "Layout": "trueup.core.layout",
     "Rows": "trueup.core.rows",
+    "ScriptedDrafter": "trueup.core.scripted",
     "ScriptedModel": "trueup.core.scripted",
     "audit": "trueup.core.ops.audit",
+    "capture": "trueup.core.ops.capture",
     "load": "trueup.core.ops.load",
     "materialise": "trueup.core.view",
+    "pad_topk": "trueup.core.ops.pad_topk",
     "plan": "trueup.core.planning",
 }
 

@@ -1,4 +1,8 @@
-"""``trueup doctor``: what is installed here, who answers the operators, and what does not fit together."""
+"""``trueup doctor``: what is installed here, who answers the operators, and what does not fit together.
+
+``trueup doctor <topic>`` looks at one thing closely; topics are entry points of the group ``trueup.doctor``, modules
+with the members of :class:`trueup.core.cli.Command`.
+"""
 import argparse
 import json
 import os
@@ -6,6 +10,7 @@ import platform
 import shutil
 import sys
 import textwrap
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from trueup.core.ops.load import load, schema_differences
 from trueup.core.ops.registry import schemas
 
 HELP = "show versions and what does not fit together"
+TOPICS = "trueup.doctor"
 PACKAGES = ("trueup-core", "trueup-models", "trueup-server")
 ABSENT = "not found"
 ASCEND = Path("/usr/local/Ascend")
@@ -24,6 +30,16 @@ ASCEND = Path("/usr/local/Ascend")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    topics = parser.add_subparsers(title="topics", metavar="[topic]")
+    for point in sorted(entry_points(group=TOPICS), key=lambda point: point.name):
+        try:
+            topic = point.load()
+        except Exception as error:  # a broken installation is what this command is asked about
+            topics.add_parser(point.name, help=f"cannot be loaded: {error}")
+            continue
+        inner = topics.add_parser(point.name, help=topic.HELP, description=topic.HELP)
+        topic.add_arguments(inner)
+        inner.set_defaults(run=topic.run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -148,6 +148,12 @@ class Layout:
         return tuple(self.token_rows[request][-1] for request in self.requests)
 
     @cached_property
+    def scored_rows(self) -> dict[int, range]:
+        """The rows whose logits a round needs: all of a request that decodes, the last of one in its prompt."""
+        prompts = {r for s in self.segments if s.form is Form.EXPANDED for r in s.requests}
+        return {r: rows[-1:] if r in prompts else rows for r, rows in self.token_rows.items()}
+
+    @cached_property
     def positions(self) -> tuple[int, ...]:
         return tuple(p for s in self.segments for p in s.positions)
 

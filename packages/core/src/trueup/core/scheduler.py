@@ -45,7 +45,7 @@ class EngineConfig:
 
 @dataclass
 class Request:
-    """A request's progress.  ``committed`` counts its tokens that are in the cache."""
+    """A request's progress.  ``committed`` counts its tokens that are in the cache, ``finished`` is why it ended."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -53,14 +53,30 @@ class Request:
     pages: tuple[int, ...] = ()
     committed: int = 0
     generated: list[int] = field(default_factory=list)
+    finished: str = ""
 
     @property
     def most_tokens(self) -> int:
         return len(self.prompt) + self.params.max_tokens
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.generated)
+
+    @property
     def in_prompt(self) -> bool:
         return self.committed < len(self.prompt)
+
+    def take(self, tokens: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Grow by what a round decided, up to the first end-of-text token: what follows it was never said."""
+        if not self.params.ignore_eos:
+            end = next((i for i, t in enumerate(tokens) if t in eos_token_ids), None)
+            if end is not None:
+                tokens, self.finished = tokens[: end + 1], "stop"
+        self.generated += tokens
+        if not self.finished and len(self.generated) == self.params.max_tokens:
+            self.finished = "length"
+        return tokens
 
     def next_input(self, budget: int) -> Sequence[int]:
         """The tokens of the next forward: a prompt chunk, or the one token that is not in the cache yet."""

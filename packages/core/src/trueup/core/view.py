@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from trueup.core.cache import Pools
+from trueup.core.key_value import KeyValuePools
 from trueup.core.layout import Form, Layout, Segment
 from trueup.core.rows import Kind, Rows
 
@@ -41,7 +42,7 @@ class DeviceView:
     segments: tuple[SegmentView, ...]
 
 
-def materialise(layout: Layout, pools: Pools) -> DeviceView:
+def materialise(layout: Layout, pools: Pools | KeyValuePools) -> DeviceView:
     """Build the tensors of ``layout`` on the device of ``pools``.  Host integers in, device tensors out."""
     device = pools.spec.device
     positions = torch.tensor(layout.positions, dtype=torch.int64, device=device)  # [Tp]

@@ -7,8 +7,8 @@ from typing import cast
 from torch import nn
 
 from trueup.core.device import active_path
-from trueup.core.engine import Round
 from trueup.core.ledger import record
+from trueup.core.round import Round
 from trueup.core.sampling import SamplingParams
 from trueup.models.generate import MODEL, about, follow
 from trueup.models.llm import LLM

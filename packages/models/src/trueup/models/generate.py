@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trueup.core.device import active_path
 from trueup.core.sampling import SamplingParams
 from trueup.models.completion import Completion
+from trueup.models.drafters import DRAFT_TOKENS
 from trueup.models.llm import LLM
 
 HELP = "continue a prompt and report the speed"
@@ -31,11 +32,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
                         help="a model of the zoo or a checkpoint folder (default: %(default)s)")
     parser.add_argument("--device", help="cpu, npu or npu:<index> (default: an NPU where one is)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)")
+    parser.add_argument("--spec", metavar="DRAFTER", help="propose several tokens a round: mtp, eagle3, ngram, or the "
+                        "folder of an EAGLE-3 head (default: one token a round)")
+    parser.add_argument("--draft-tokens", type=int, default=DRAFT_TOKENS, metavar="K",
+                        help="most tokens proposed a round (default: %(default)s)")
 
 
 def from_arguments(args: argparse.Namespace) -> LLM:
     """The model that the arguments of :func:`add_model_arguments` ask for."""
-    return LLM.from_pretrained(args.model, args.device, args.dtype, progress=sys.stderr.isatty())
+    return LLM.from_pretrained(args.model, args.device, args.dtype, spec=args.spec, draft_tokens=args.draft_tokens,
+                               progress=sys.stderr.isatty())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report(llm, completion, timing)))
     else:
         print(flush=True)
-        print(f"{about(llm)}\n{timing}", file=sys.stderr)
+        print(f"{about(llm)}\n{timing}{drafting(llm)}", file=sys.stderr)
     return 0
 
 
@@ -110,7 +116,16 @@ def report(llm: LLM, completion: Completion, timing: Timing) -> dict:
         "decode_seconds": timing.decode_s,
         "prefill_tokens_per_second": timing.prefill_rate,
         "decode_tokens_per_second": timing.decode_rate,
+        "acceptance": {
+            "tokens_per_round": a.tokens_per_round, "rate": a.rate, "by_depth": a.by_depth, "rounds": a.rows,
+        } if (a := llm.acceptance).rows else None,
     }
+
+
+def drafting(llm: LLM) -> str:
+    """'; 3.08 tokens a round, 69% of drafts kept', or nothing where nothing was drafted."""
+    a = llm.acceptance
+    return f"; {a.tokens_per_round:.2f} tokens a round, {a.rate:.0%} of drafts kept" if a.rows else ""
 
 
 def about(llm: LLM) -> str:

@@ -133,11 +133,19 @@ class Glm4MoeLite(nn.Module):
 
     def forward(self, tokens: Int[Tensor, " Tp"], view: DeviceView, pools: Pools) -> Float[Tensor, "Tp H"]:
         """Hidden rows after the final norm: what the head and the MTP layer read."""
+        return self.forward_tapped(tokens, view, pools, ())[0]  # [Tp, H]
+
+    def forward_tapped(
+        self, tokens: Int[Tensor, " Tp"], view: DeviceView, pools: Pools, taps: tuple[int, ...]
+    ) -> tuple[Float[Tensor, "Tp H"], Float[Tensor, "Tp tapped"]]:
+        """The same, and the residual streams entering the layers ``taps``, side by side: an EAGLE-3 head reads them."""
         ctx, x, residual = self._context(view, pools), self.embed[tokens], None  # [Tp, H]
+        entering = [x]
         for layer in self.layers:
             x, residual = layer(x, residual, ctx)  # [Tp, H], [Tp, H]
+            entering.append(x + residual if taps else x)  # [Tp, H]
         assert residual is not None, "a model has at least one layer"
-        return self.norm.add(x, residual)[0]  # [Tp, H]
+        return self.norm.add(x, residual)[0], torch.cat([x[:, :0], *(entering[i] for i in taps)], -1)
 
     def forward_mtp(
         self, next_tokens: Int[Tensor, " Tp"], hidden: Float[Tensor, "Tp H"], view: DeviceView, pools: Pools

@@ -2,11 +2,16 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trueup.core.engine import Engine, EngineConfig, Model, Round
+from trueup.core.engine import Engine, EngineConfig
+from trueup.core.model import Model
+from trueup.core.round import Round
 from trueup.core.sampling import SamplingParams
+from trueup.core.speculation.acceptance import Acceptance
+from trueup.core.speculation.drafter import Drafter
 from trueup.models import zoo
 from trueup.models.build import load_model
 from trueup.models.completion import Completion
+from trueup.models.drafters import DRAFT_TOKENS, make_drafter
 from trueup.models.tokenizer import Tokenizer
 
 CACHE_BYTES = 2**30
@@ -16,29 +21,36 @@ class LLM:
     """Prompts that are run at the same time share every forward.
 
     ``model``, ``tokenizer``, ``engine`` and ``name`` are the parts; the engine is not thread-safe, so one
-    thread runs it (:mod:`trueup.server` has a thread of its own for it).
+    thread runs it (:mod:`trueup.server` has a thread of its own for it).  ``acceptance`` counts what became of drafts.
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, name: str, engine_config: EngineConfig | None = None
+        self, model: Model, tokenizer: Tokenizer, name: str, engine_config: EngineConfig | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
-        self.engine = Engine(model, engine_config or default_engine_config(model))
+        self.engine = Engine(model, engine_config or default_engine_config(model), drafter)
+        self.acceptance = Acceptance()
         self._running: dict[int, Completion] = {}
 
     @classmethod
     def from_pretrained(
         cls, name_or_folder: str | Path, device: str | None = None, dtype: str | None = None,
-        engine_config: EngineConfig | None = None, *, progress: bool = True,
+        engine_config: EngineConfig | None = None, *, spec: str | Path | None = None,
+        draft_tokens: int = DRAFT_TOKENS, progress: bool = True,
     ) -> "LLM":
         """Load a model of the zoo or a checkpoint folder; see :func:`trueup.models.load_model`.
+
+        ``spec`` and ``draft_tokens`` choose a drafter, see :func:`trueup.models.drafters.make_drafter`.
 
         Raises:
             ValueError: what was given cannot be loaded.
         """
         folder = zoo.resolve(name_or_folder)
         model = load_model(folder, device=device, dtype=dtype, progress=progress)
-        return cls(model, Tokenizer.from_folder(folder, model.config), Path(folder).resolve().name, engine_config)
+        drafter = None if spec is None else make_drafter(spec, model, draft_tokens)
+        tokenizer = Tokenizer.from_folder(folder, model.config)
+        return cls(model, tokenizer, Path(folder).resolve().name, engine_config, drafter)
 
     def generate(self, prompts: str | Sequence[str], params: SamplingParams | None = None) -> list[Completion]:
         """Continue every prompt, all of them in one batch.
@@ -93,6 +105,7 @@ class LLM:
     def _step(self) -> Round:
         """One round, for whoever is running: two iterators may be read by turns."""
         done = self.engine.step()
+        self.acceptance.add(done)
         for request, ids in done.tokens.items():
             if request in self._running:
                 self._running[request].extend(ids, done.finished.get(request))

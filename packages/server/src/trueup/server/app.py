@@ -61,7 +61,8 @@ def create_app(llm: LLM) -> FastAPI:
         if body.model != llm.name:
             raise ApiError(404, f"the model {body.model!r} does not exist; this server has {llm.name!r}",
                            param="model", code="model_not_found")
-        params = SamplingParams(body.max_tokens, body.temperature, body.seed, body.ignore_eos)
+        params = SamplingParams(max_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed,
+                                ignore_eos=body.ignore_eos)
         try:
             started = [llm.start(prompt) for prompt in body.prompts]
             submission = await worker.submit([completion.prompt_ids for completion in started], params)

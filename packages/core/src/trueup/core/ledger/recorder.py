@@ -17,6 +17,7 @@ from trueup.core.ledger.book import Ledger
 from trueup.core.ledger.entries import Call, Operand, Step
 from trueup.core.ledger.letters import Axis, Declared, resolve
 from trueup.core.ops.axes import Signature, signature
+from trueup.core.ops.registry import name_of
 from trueup.core.view import DeviceView, SegmentView
 
 MOST_VALUES = 16384  # integer tensors are kept up to this size
@@ -150,7 +151,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace != "npu":
+        if func.namespace not in ("npu", "atb"):
             return func(*args, **kwargs)
         if self._step is None:
             self._step = Step(None, self.layout)
@@ -158,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         calls = self._step.calls
         form, takes, scalars = _arguments(func, args, kwargs)
         owner = self._owners[-1] if self._owners else ""
-        call = Call(len(calls) + 1, _name(func), owner, self.layout, self.segment, (), (), scalars)
+        call = Call(len(calls) + 1, name_of(func), owner, self.layout, self.segment, (), (), scalars)
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -216,19 +217,16 @@ class _Piece(NamedTuple):
         return str(self.value.dtype).removeprefix("torch.") if isinstance(self.value, Tensor) else "host list"
 
 
-def _name(func: Any) -> str:
-    return func.overloadpacket.__name__
-
-
 def _arguments(func: Any, args: Any, kwargs: Any) -> tuple[Signature, list[_Piece], dict[str, Any]]:
     """The declared axes of a call, its tensors, and its other arguments."""
     schema = func._schema.arguments
     given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-    form = signature(_name(func), {argument.name: argument.default_value for argument in schema} | given) or NOTHING
+    form = signature(name_of(func), {argument.name: argument.default_value for argument in schema} | given) or NOTHING
     tensors: list[_Piece] = []
     scalars: dict[str, Any] = {}
     for argument, value in given.items():
-        pieces = _pieces(argument, value, form.inputs.get(argument))
+        pieces = [piece._replace(argument=piece.name, letters=form.inputs[piece.name]) if piece.name in form.inputs
+                  else piece for piece in _pieces(argument, value, form.inputs.get(argument))]
         tensors += pieces
         if not pieces and value is not None:
             scalars[argument] = value

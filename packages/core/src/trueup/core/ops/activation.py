@@ -1,4 +1,7 @@
 """SwiGLU."""
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from trueup.core.ops.contract import DTYPE, RELATION, SIZE, Check, describe
@@ -23,7 +26,12 @@ def _swiglu_contract(check: Check, input: torch.Tensor, dim: int = -1) -> None:
         check.fail(DTYPE, "input", describe(input), "float16, bfloat16 or float32", PAGE)
 
 
-@reference("npu_swiglu", _swiglu_contract)
+def _swiglu_axes(call: Mapping[str, Any]) -> str:
+    """Of a matrix: gate and up lie on axis ``dim``, by default the last."""
+    return "input [2I T] -> y [I T]" if call["dim"] in (0, -2) else "input [T 2I] -> y [T I]"
+
+
+@reference("npu_swiglu", _swiglu_contract, _swiglu_axes)
 def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """silu(first half) * second half on axis ``dim``; the gate comes first.
 

@@ -1,5 +1,7 @@
 """Merges attention outputs that were computed over different parts of the keys."""
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -38,7 +40,11 @@ def _attention_update_contract(check: Check, lse: list[torch.Tensor], local_out:
         check.fail(SIZE, "local_out", describe(local_out[0], "R, D"), "D a multiple of 8, from 8 to 512", PAGE)
 
 
-@reference("npu_attention_update", _attention_update_contract)
+def _attention_update_axes(call: Mapping[str, Any]) -> str:
+    return f"lse [T*N], local_out [T*N Dv] -> out [T*N Dv], lse_m{'' if call['update_type'] else '~'} [T*N]"
+
+
+@reference("npu_attention_update", _attention_update_contract, _attention_update_axes)
 def npu_attention_update(lse: list[torch.Tensor], local_out: list[torch.Tensor],
                          update_type: int) -> tuple[torch.Tensor, torch.Tensor]:
     """lse_m = ln sum_i exp(lse_i); out = sum_i out_i * exp(lse_i - lse_m).

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueup.core.ops.contract import Check, profile
-from trueup.core.ops.registry import OPERATORS
+from trueup.core.ops.registry import OPERATORS, name_of
 
 
 class audit(TorchDispatchMode):
@@ -30,8 +30,8 @@ class audit(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "npu":
-            self._check(func._schema.name.removeprefix("npu::"), args, kwargs)
+        if func.namespace in ("npu", "atb"):
+            self._check(name_of(func), args, kwargs)
         return func(*args, **kwargs)
 
     def _check(self, name: str, args: Any, kwargs: Any) -> None:

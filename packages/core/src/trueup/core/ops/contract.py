@@ -3,7 +3,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Flag, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Level(Flag):
@@ -53,17 +53,62 @@ def profile(name: str) -> Iterator[None]:
         _profile.reset(token)
 
 
+class OpenPoint(NamedTuple):
+    """Something that no document, source or test settles: the contract takes the safe side, :func:`assume` the other.
+
+    ``question``: what is open.  ``safe``: what the contract does until a device has answered.
+    """
+
+    name: str
+    question: str
+    safe: str
+
+
+OPEN_POINTS: dict[str, OpenPoint] = {}
+_assumed: ContextVar[frozenset[str]] = ContextVar("trueup_assumed", default=frozenset())
+
+
+def open_point(name: str, question: str, safe: str) -> OpenPoint:
+    """Declare an open point, at the top of the file whose contract needs it."""
+    OPEN_POINTS[name] = point = OpenPoint(name, question, safe)
+    return point
+
+
+@contextmanager
+def assume(*names: str) -> Iterator[None]:
+    """Leave the safe side of some open points inside a ``with`` block: what nobody confirmed is taken to work.
+
+    Raises:
+        ValueError: a name that no loaded operator declares.
+    """
+    for name in names:
+        if name not in OPEN_POINTS:
+            raise ValueError(f"open point {name!r} is unknown; expected one of {', '.join(sorted(OPEN_POINTS))}")
+    token = _assumed.set(_assumed.get() | set(names))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def assumed(point: OpenPoint) -> bool:
+    """Whether :func:`assume` is in force for a point; for kernels whose result depends on it."""
+    return point.name in _assumed.get()
+
+
 class ContractError(ValueError):
     """An operator call that the device would refuse, read wrongly, or answer wrongly.
 
     Attributes say it in parts: ``operator``, ``argument``, ``got``, ``expected``, ``rule`` (a Level name),
-    ``source`` (document or source file that states the rule) and ``case`` (an SB number of the bug gallery).
+    ``source`` (document or source file that states the rule), ``case`` (an SB number of the bug gallery) and
+    ``open_point`` (a name for :func:`assume`, where the rule is the safe side of something unconfirmed).
     """
 
     def __init__(self, operator: str, argument: str, got: Any, expected: str, rule: Level, source: str,
-                 case: str | None = None) -> None:
+                 case: str | None = None, unless: OpenPoint | None = None) -> None:
         self.operator, self.argument, self.got, self.expected = operator, argument, got, expected
         self.rule, self.source, self.case = rule.name, source, case
+        self.open_point = unless.name if unless else None
         lines = [
             f"{operator}: {argument} is {got}",
             f"  expected  {expected}",
@@ -71,6 +116,8 @@ class ContractError(ValueError):
         ]
         if case:
             lines.append(f"  see       {case} in the bug gallery")
+        if unless:
+            lines.append(f"  open      {unless.question} assume({unless.name!r}) lets the call pass")
         super().__init__("\n".join(lines))
 
 
@@ -86,10 +133,11 @@ class Check:
     def __init__(self, operator: str) -> None:
         self.operator = operator
 
-    def fail(self, level: Level, argument: str, got: Any, expected: str, source: str, case: str | None = None) -> None:
-        """Raise ContractError, unless the profile in force leaves ``level`` out."""
-        if level & PROFILES[_profile.get()]:
-            raise ContractError(self.operator, argument, got, expected, level, source, case)
+    def fail(self, level: Level, argument: str, got: Any, expected: str, source: str, case: str | None = None,
+             unless: OpenPoint | None = None) -> None:
+        """Raise ContractError, unless the profile in force leaves ``level`` out, or ``unless`` is assumed."""
+        if level & PROFILES[_profile.get()] and not (unless and assumed(unless)):
+            raise ContractError(self.operator, argument, got, expected, level, source, case, unless)
 
     @property
     def host_floats(self) -> bool:

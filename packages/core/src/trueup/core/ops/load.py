@@ -5,11 +5,14 @@ import threading
 import torch
 
 from trueup.core.device import ActivePath, active_path
-from trueup.core.ops.registry import OPERATORS, schemas
+from trueup.core.ops.registry import OPERATORS, qualified, schemas
 
 FAMILIES = (
-    "norm", "rope", "cache_write", "activation", "attention_update", "fused_infer_attention", "moe_gating",
-    "moe_routing", "matmul",
+    "norm", "rope", "kv_rmsnorm_rope_cache", "mla_prolog", "scatter", "activation", "attention_update",
+    "fused_infer_attention", "moe_gating", "moe_gating_softmax", "moe_init_routing", "moe_init_routing_v2",
+    "moe_finalize_routing", "moe_permute", "format", "scatter_nd", "transpose_batchmatmul", "grouped_matmul",
+    "dynamic_quant", "quant_matmul", "top_k_top_p", "sparse_flash_attention", "kv_quant_sparse_flash_attention",
+    "lightning_indexer", "quant_lightning_indexer",
 )
 
 _lock = threading.Lock()
@@ -31,18 +34,19 @@ def load() -> ActivePath:
         for family in FAMILIES:
             importlib.import_module(f"trueup.core.ops.{family}")
         if path.name != "device" and not _libraries:
-            _libraries.append(_register(define=path.name == "own"))
+            _libraries.extend(_register(define=path.name == "own"))
     return path
 
 
-def _register(define: bool) -> torch.library.Library:
+def _register(define: bool) -> list[torch.library.Library]:
     # Never define where torch_npu is installed: it would end the process at its own definition.
-    library = torch.library.Library("npu", "FRAGMENT")
+    libraries = {namespace: torch.library.Library(namespace, "FRAGMENT") for namespace in ("npu", "atb")}
     for name, operator in OPERATORS.items():
+        namespace, _, _ = qualified(name)
         if define:
-            library.define(schemas()[name].removeprefix("npu::"))
-        library.impl(name, operator, "CPU")
-    return library
+            libraries[namespace].define(schemas()[name].removeprefix(f"{namespace}::"))
+        libraries[namespace].impl(name.removeprefix(f"{namespace}::"), operator, "CPU")
+    return list(libraries.values())
 
 
 def schema_differences() -> dict[str, tuple[str, str | None]]:
@@ -52,9 +56,9 @@ def schema_differences() -> dict[str, tuple[str, str | None]]:
     """
     differences: dict[str, tuple[str, str | None]] = {}
     for name, ours in schemas().items():
-        operator, _, overload = name.partition(".")
+        namespace, operator, overload = qualified(name)
         try:
-            theirs = torch._C._get_schema(f"npu::{operator}", overload)
+            theirs = torch._C._get_schema(f"{namespace}::{operator}", overload)
         except RuntimeError:
             differences[name] = ours, None
             continue

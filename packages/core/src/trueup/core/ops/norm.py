@@ -33,7 +33,7 @@ def _rms_norm_contract(check: Check, input: torch.Tensor, gamma: torch.Tensor, e
         check.fail(DTYPE, "gamma", describe(gamma), f"float32 or input's {input.dtype}", RMS_PAGE)
 
 
-@reference("npu_rms_norm", _rms_norm_contract)
+@reference("npu_rms_norm", _rms_norm_contract, "input [T width], gamma [width] -> y [T width], rstd [T 1]")
 def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor,
                  epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """y = input / sqrt(mean(input^2) + epsilon) * gamma, computed in fp32.
@@ -61,7 +61,8 @@ def _add_rms_norm_contract(check: Check, x1: torch.Tensor, x2: torch.Tensor, gam
             check.fail(DTYPE, argument, describe(tensor), f"x1's {x1.dtype}", ADD_PAGE)
 
 
-@reference("npu_add_rms_norm", _add_rms_norm_contract)
+@reference("npu_add_rms_norm", _add_rms_norm_contract,
+           "x1 [T width], x2 [T width], gamma [width] -> y [T width], rstd [T 1], x [T width]")
 def npu_add_rms_norm(x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor,
                      epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x = x1 + x2; y = rms_norm(x).  Nothing is written in place.

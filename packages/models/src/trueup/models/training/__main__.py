@@ -1,4 +1,7 @@
-"""``python -m trueup.models.training``: make the nano checkpoint or train it further, write its card, measure it."""
+"""``python -m trueup.models.training``: make the nano checkpoint or train it further, write its card, measure it.
+
+The same three for its EAGLE-3 head.
+"""
 import argparse
 import json
 import platform
@@ -11,11 +14,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from trueup.models.config import ModelConfig
-from trueup.models.training import report, twin
+from trueup.models.eagle3_config import Eagle3Config
+from trueup.models.training import eagle, eagle_report, eagle_twin, report, train, twin
 from trueup.models.training.bpe import train_bpe
 from trueup.models.training.corpus import Corpus, read_corpus
 from trueup.models.training.export import export, load_state, rounded_for_storage
-from trueup.models.training.train import train
 
 
 def encode(tokenizer: Tokenizer, texts: dict[str, str]) -> torch.Tensor:
@@ -29,6 +32,11 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} cores of {names[0]}" if names else platform.processor() or platform.machine()
+
+
+def machine(args: argparse.Namespace) -> dict[str, str]:
+    return {"cpu": cpu_name(), "date": date.today().isoformat(), "torch": torch.__version__,
+            "python": platform.python_version(), "threads": args.note}
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -46,8 +54,8 @@ def run_train(args: argparse.Namespace) -> None:
     params = twin.init_params(config, args.seed)
     if args.further:
         params |= {n: v.float() for n, v in load_file(args.model / "model.safetensors").items()}
-    train(params, config, stream, held_out, args.out, minutes=args.minutes, seed=args.seed,
-          dtype=getattr(torch, args.dtype), fresh=not args.further)
+    train.train(params, config, stream, held_out, args.out, minutes=args.minutes,
+                seed=args.seed, dtype=getattr(torch, args.dtype), fresh=not args.further)
 
 
 def run_card(args: argparse.Namespace) -> None:
@@ -60,20 +68,62 @@ def run_card(args: argparse.Namespace) -> None:
             (args.model / name).write_bytes((args.out / name).read_bytes())
     stream, held_out, plain = encoded(args.model, corpus)
     figures = report.measure(params, rounded_for_storage(params), config, stream, held_out, plain)
-    host = {"cpu": cpu_name(), "date": date.today().isoformat(), "torch": torch.__version__,
-            "python": platform.python_version(), "threads": args.note}
     sizes = (sum(v.numel() for v in params.values()), len(stream), len(held_out))
-    text = report.card(figures, state, config, corpus, sizes, host)
+    text = report.card(figures, state, config, corpus, sizes, machine(args))
     (args.model / "README.md").write_text(text, encoding="utf-8")
     print(text)
 
 
 def run_measure(args: argparse.Namespace) -> None:
     """Print the card's figures for the weights that lie in --model, in which nothing is written."""
-    stored = load_file(args.model / "model.safetensors")
-    weights = {n: v.float() for n, v in stored.items()}
-    figures = report.measure(weights, stored, ModelConfig.from_folder(args.model), *encoded(args.model, read_corpus()))
+    weights, config = load_model(args.model)
+    figures = report.measure(weights, rounded_for_storage(weights), config, *encoded(args.model, read_corpus()))
     print(json.dumps(figures, indent=1))
+
+
+def run_eagle(args: argparse.Namespace) -> None:
+    """Train the EAGLE-3 head that --head/config.json describes, on the frozen weights in --model."""
+    target, config = load_model(args.model)
+    head = Eagle3Config.from_folder(args.head, config)
+    stream, held_out, _ = encoded(args.model, read_corpus())
+    params = eagle_twin.init_params(head, target, eagle_twin.draft_vocabulary(stream, head), args.seed)
+    eagle.train_head(params, head, target, config, stream, held_out, args.out, minutes=args.minutes,
+                     seed=args.seed, dtype=getattr(torch, args.dtype))
+
+
+def run_eagle_card(args: argparse.Namespace) -> None:
+    """Export the finished run into --head, measure what lies there, and write README.md beside it."""
+    params, state = load_state(args.out / "state.pt")
+    export(params, args.head)
+    train.plot(state["log"], args.head / "loss.png")
+    figures, head, config = measured_head(args)
+    raw = json.loads((args.head / "config.json").read_text(encoding="utf-8"))
+    about = machine(args) | {
+        "ids": raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+        "name": args.head.name, "target": args.model.name, "sha256": read_corpus().sha256, "seed": args.seed,
+        "parameters": sum(v.numel() for v in params.values() if v.is_floating_point()),
+        "megabytes": (args.head / "model.safetensors").stat().st_size / 1e6,
+    }
+    text = eagle_report.card(figures, state, head, config, about)
+    (args.head / "README.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def run_eagle_measure(args: argparse.Namespace) -> None:
+    """Print the card's figures for the head in --head, in which nothing is written."""
+    print(json.dumps(measured_head(args)[0], indent=1))
+
+
+def measured_head(args: argparse.Namespace) -> tuple[dict, Eagle3Config, ModelConfig]:
+    target, config = load_model(args.model)
+    head, params = Eagle3Config.from_folder(args.head, config), eagle_twin.load_head(args.head)
+    held_out = encoded(args.model, read_corpus())[1]
+    return eagle_report.measure(params, head, target, config, held_out), head, config
+
+
+def load_model(folder: Path) -> tuple[twin.Params, ModelConfig]:
+    stored = load_file(folder / "model.safetensors")
+    return {n: v.float() for n, v in stored.items()}, ModelConfig.from_folder(folder)
 
 
 def encoded(model: Path, corpus: Corpus) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,15 +134,22 @@ def encoded(model: Path, corpus: Corpus) -> tuple[torch.Tensor, torch.Tensor, to
     return train_ids, held_out, plain
 
 
+COMMANDS = {"train": run_train, "card": run_card, "measure": run_measure, "eagle": run_eagle,
+            "eagle-card": run_eagle_card, "eagle-measure": run_eagle_measure}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trueup.models.training", description=__doc__)
-    parser.add_argument("what", choices=("train", "card", "measure"))
-    parser.add_argument("out", type=Path, nargs="?", default=Path("build/nano"),
-                        help="working folder; a run that was stopped resumes from it (default: %(default)s)")
+    parser.add_argument("what", choices=COMMANDS)
+    parser.add_argument("out", type=Path, nargs="?", help="working folder; a run that was stopped resumes from it "
+                                                          "(default: build/nano, or build/eagle for the head)")
     parser.add_argument("--model", type=Path, required=True,
                         help="checkpoint folder with config.json; card writes into it")
+    parser.add_argument("--head", type=Path, help="folder of the EAGLE-3 head, with config.json; eagle-card writes "
+                                                  "into it (default: beside --model, its name with -eagle3)")
     parser.add_argument("--further", action="store_true", help="start from the folder's weights, not from scratch")
-    parser.add_argument("--minutes", type=float, default=130, help="training time, evaluation apart")
+    parser.add_argument("--minutes", type=float,
+                        help="training time, evaluation apart (default: 130; 70 for the head)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="compute dtype; bfloat16 is several times as fast on a CPU with AVX512-BF16 or AMX, "
@@ -100,10 +157,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--note", default="fp32", help="how the training was run, for the card")
     parser.add_argument("--seed", type=int, default=47)
     args = parser.parse_args(argv)
+    of_head = args.what.startswith("eagle")
+    args.out = args.out or Path("build/eagle" if of_head else "build/nano")
+    args.head = args.head or args.model.with_name(args.model.name + "-eagle3")
+    if args.minutes is None:
+        args.minutes = 70 if of_head else 130
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     try:
-        {"train": run_train, "card": run_card, "measure": run_measure}[args.what](args)
+        COMMANDS[args.what](args)
     except ValueError as error:
         print(f"training: {error}", file=sys.stderr)
         return 2

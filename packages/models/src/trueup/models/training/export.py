@@ -1,18 +1,21 @@
-"""Write trained parameters as a published checkpoint: bf16, the router's bias fp32, names as on disk."""
+"""Write trained parameters as a published checkpoint: bf16, few exceptions, names as on disk."""
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from trueup.models.training.twin import Params
 
 
 def rounded_for_storage(params: Params) -> Params:
-    """What a reader of the file gets: every tensor bf16 but e_score_correction_bias."""
-    return {
-        name: value.detach().float() if name.endswith("e_score_correction_bias") else value.detach().bfloat16()
-        for name, value in params.items()
-    }
+    """What a reader of the file gets: bf16, e_score_correction_bias fp32, and a head's ids and flags as they are."""
+    def stored(name: str, value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
+        return value.detach().to(torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16)
+
+    return {name: stored(name, value) for name, value in params.items()}
 
 
 def export(params: Params, folder: Path) -> None:

@@ -6,8 +6,6 @@ orthogonalised each for itself, and in the precision that this CPU is fast in.
 import torch
 from torch import Tensor
 
-from trueup.models.config import ModelConfig
-
 
 def orthogonalise(m: Tensor, steps: int = 5) -> Tensor:
     """Nearly orthogonal matrices of the same row and column spaces; m is [batch, out, in].
@@ -27,15 +25,15 @@ def orthogonalise(m: Tensor, steps: int = 5) -> Tensor:
 class Muon:
     """Nesterov momentum, orthogonalised, with decoupled weight decay.
 
-    q_b_proj and kv_b_proj hold one matrix a head; everything else is one matrix.
+    q_b_proj and kv_b_proj of MLA hold one matrix for each of ``heads``; everything else is one matrix.
     """
 
-    def __init__(self, params: dict[str, Tensor], config: ModelConfig, momentum=0.95, decay=0.02,
+    def __init__(self, params: dict[str, Tensor], heads: int, momentum=0.95, decay=0.02,
                  dtype=torch.float32) -> None:
         self.params, self.momentum, self.decay, self.dtype = params, momentum, decay, dtype
         self.buffers = {name: torch.zeros_like(p) for name, p in params.items()}
         self.groups: dict[tuple[int, int], list[str]] = {}
-        self.heads = config.num_attention_heads
+        self.heads = heads
         for name, p in params.items():
             _, out, inner = self._split(name, p).shape
             self.groups.setdefault((out, inner), []).append(name)

@@ -39,6 +39,13 @@ def greedy_text(p: twin.Params, c: ModelConfig, prompts: Tensor, count: int) -> 
 
 
 @torch.no_grad()
+def mtp_drafts(p: twin.Params, c: ModelConfig, ids: Tensor) -> list[Tensor]:
+    """[B, T] the MTP layer's drafts of every step on text ids [B, T + 4], from every slot, fed the text."""
+    T = ids.shape[1] - DRAFTS - 1
+    h = twin.forward(p, c, ids)  # [B, T + 4, H]
+    return [twin.head(p, f).argmax(-1) for f in twin.mtp_steps(p, c, h[:, :T], ids, DRAFTS)]  # steps x [B, T]
+
+
 def chain_rounds(p: twin.Params, c: ModelConfig, ids: Tensor, start: int) -> list[ChainResult]:
     """Rounds of a greedy chain of 3 drafts over texts ids [B, T] that the main model itself wrote after ``start``.
 
@@ -46,9 +53,12 @@ def chain_rounds(p: twin.Params, c: ModelConfig, ids: Tensor, start: int) -> lis
     draft is accepted while all drafts before it are.  Feeding the text instead of the draft is exact, since a
     step is only reached when the drafts before it equal the text.
     """
-    T = ids.shape[1] - 4
-    h = twin.forward(p, c, ids)  # [B, T + 4, H]
-    drafts = [twin.head(p, f).argmax(-1) for f in twin.mtp_steps(p, c, h[:, :T], ids, DRAFTS)]  # steps x [B, T]
+    return count_rounds(mtp_drafts(p, c, ids), ids, start)
+
+
+def count_rounds(drafts: list[Tensor], ids: Tensor, start: int) -> list[ChainResult]:
+    """Rounds on text ids [B, T + 4] from what every slot drafted for it: steps x [B, T]."""
+    T = drafts[0].shape[1]
     right = torch.stack([d == ids[:, s + 1 : s + 1 + T] for s, d in enumerate(drafts, 1)], -1)  # [B, T, steps]
     accepted = right.long().cumprod(-1).sum(-1)  # [B, T]: accepted drafts of a round whose last hidden is at p
     results = []
@@ -59,6 +69,14 @@ def chain_rounds(p: twin.Params, c: ModelConfig, ids: Tensor, start: int) -> lis
             at += rounds[-1]
         results.append(ChainResult(text[start : start + NEW_TOKENS], rounds))
     return results
+
+
+def own_text(p: twin.Params, c: ModelConfig, held_out: Tensor) -> Tensor:
+    """[B, T] what the main model writes greedily after PROMPT_TOKENS of evenly spaced places in ``held_out``."""
+    starts = torch.linspace(0, len(held_out) - PROMPT_TOKENS - 1, PROMPTS).long()
+    prompts = held_out[starts[:, None] + torch.arange(PROMPT_TOKENS)].long()  # [B, PROMPT_TOKENS]
+    # The last round looks a few tokens past the NEW_TOKENS that are counted.
+    return greedy_text(p, c, prompts, NEW_TOKENS + DRAFTS + 2)  # [B, T]
 
 
 def pooled(results: list[ChainResult]) -> float:
@@ -78,12 +96,8 @@ def measure(params: twin.Params, stored: twin.Params, c: ModelConfig, stream: Te
     kn5 = baseline.loss(held_out.numpy().astype(np.int64))
     fp32 = evaluate(params, c, held_out, T=512)
     bf16 = evaluate({n: v.float() for n, v in stored.items()}, c, held_out, T=512)
-    starts = torch.linspace(0, len(held_out) - PROMPT_TOKENS - 1, PROMPTS).long()
-    prompts = held_out[starts[:, None] + torch.arange(PROMPT_TOKENS)].long()  # [B, T]
     weights = {n: v.float() for n, v in stored.items()}
-    # The last round looks a few tokens past the NEW_TOKENS that are counted.
-    ids = greedy_text(weights, c, prompts, NEW_TOKENS + DRAFTS + 2)  # [B, T + 45]
-    chain = chain_rounds(weights, c, ids, PROMPT_TOKENS)
+    chain = chain_rounds(weights, c, own_text(weights, c, held_out), PROMPT_TOKENS)
     plain = [r for r in chain if r.repetition < LOW_REPETITION]
     return {
         "plain_kn5": baseline.loss(without_tests.numpy().astype(np.int64)),

@@ -5,8 +5,10 @@ finishes the decay.  Every choice is one of the recipe in the model card.
 """
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -145,7 +147,7 @@ class Trainer:
         learned = {n: v.requires_grad_() for n, v in p.items() if n not in self.biases}
         plain = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
         matrices = {n: v for n, v in learned.items() if v.ndim == 2 and not n.endswith(plain)}
-        self.muon = Muon(matrices, c, dtype=dtype)
+        self.muon = Muon(matrices, c.num_attention_heads, dtype=dtype)
         embed = [v for n, v in learned.items() if n.endswith("embed_tokens.weight")]
         rest = [v for n, v in learned.items() if n not in matrices and not n.endswith("embed_tokens.weight")]
         self.adamw = torch.optim.AdamW(
@@ -181,18 +183,39 @@ class Trainer:
 
 def train(p: twin.Params, c: ModelConfig, stream: Tensor, held_out: Tensor, out: Path, *, minutes: float,
           seed: int, dtype: torch.dtype, save_every: float = 300, fresh: bool = True) -> State:
-    """Run (or resume from ``out/state.pt``) until ``minutes`` of training time are spent."""
-    trainer, state, saved = Trainer(p, c, dtype), State(), out / "state.pt"
+    """Train every parameter of ``p`` in place; :func:`run` says when it ends and how it resumes."""
+    trainer = Trainer(p, c, dtype)
+    if fresh and not (out / "state.pt").exists():
+        bigram_start(p, stream, c)
+    return run(trainer, stream, out, lambda: evaluate(trainer.rounded(), c, held_out, limit=64), extra=4,
+               minutes=minutes, seed=seed, save_every=save_every)
+
+
+class Learner(Protocol):
+    """What :func:`run` needs of a trainer."""
+
+    p: twin.Params
+    muon: Muon
+    adamw: torch.optim.AdamW
+
+    def step(self, tokens: Tensor, T: int, progress: float) -> float: ...
+
+
+def run(trainer: Learner, stream: Tensor, out: Path, measure: Callable[[], dict], *, extra: int, minutes: float,
+        seed: int, save_every: float) -> State:
+    """Steps on windows [B, T + extra] until ``minutes`` of training time are spent, resuming from ``out/state.pt``.
+
+    Every ``save_every`` seconds the state is saved and ``measure()`` goes into its log.
+    """
+    state, saved = State(), out / "state.pt"
     if saved.exists():
         kept = torch.load(saved, weights_only=True)
         with torch.no_grad():
             for name, value in kept["params"].items():
-                p[name].copy_(value)
+                trainer.p[name].copy_(value)
         trainer.muon.load_state_dict(kept["muon"])
         trainer.adamw.load_state_dict(kept["adamw"])
         state = State(**kept["state"])
-    elif fresh:
-        bigram_start(p, stream, c)
     batches, budget = Batches(stream, seed, state), minutes * 60
     bar = tqdm(total=round(minutes, 1), initial=round(state.seconds / 60, 1), unit="min",
                bar_format="{l_bar}{bar}| {n:.1f}/{total} min {postfix}")
@@ -200,7 +223,7 @@ def train(p: twin.Params, c: ModelConfig, stream: Tensor, held_out: Tensor, out:
     while state.seconds < budget:
         begin, progress = time.monotonic(), state.seconds / budget
         T = window(progress)
-        loss = trainer.step(batches.next(T, 4), T, progress)
+        loss = trainer.step(batches.next(T, extra), T, progress)
         smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
         state.steps, state.tokens = state.steps + 1, state.tokens + BATCH_TOKENS
         state.seconds += time.monotonic() - begin
@@ -209,19 +232,18 @@ def train(p: twin.Params, c: ModelConfig, stream: Tensor, held_out: Tensor, out:
         bar.set_postfix_str(f"loss {smooth:.3f}, {state.tokens / 1e6:.2f} M tokens, {speed:.0f}/s")
         if state.seconds - last_save > save_every or state.seconds >= budget:
             last_save = state.seconds
-            entry = evaluate(trainer.rounded(), c, held_out, limit=64)
-            entry |= {"minutes": state.seconds / 60, "tokens": state.tokens, "train": smooth}
+            entry = measure() | {"minutes": state.seconds / 60, "tokens": state.tokens, "train": smooth}
             state.log.append({k: round(v, 4) for k, v in entry.items()})
             tqdm.write(json.dumps(state.log[-1]))
-            save(saved, p, trainer, state)
+            save(saved, trainer, state)
             plot(state.log, out / "loss.png")
     return state
 
 
-def save(path: Path, p: twin.Params, trainer: Trainer, state: State) -> None:
+def save(path: Path, trainer: Learner, state: State) -> None:
     """Written beside and renamed, so that a run stopped in the middle leaves the previous state."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    params = {n: v.detach() for n, v in p.items()}
+    params = {n: v.detach() for n, v in trainer.p.items()}
     kept = {"params": params, "muon": trainer.muon.state_dict(), "adamw": trainer.adamw.state_dict(),
             "state": vars(state)}
     torch.save(kept, path.with_suffix(".part"))
@@ -229,6 +251,7 @@ def save(path: Path, p: twin.Params, trainer: Trainer, state: State) -> None:
 
 
 def plot(log: list[dict], path: Path) -> None:
+    """Losses and draft agreement over tokens seen; a drafter's log has no held-out loss."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -236,13 +259,14 @@ def plot(log: list[dict], path: Path) -> None:
     figure, left = plt.subplots(figsize=(7, 4), layout="constrained")
     million = [row["tokens"] / 1e6 for row in log]
     left.plot(million, [row["train"] for row in log], label="training loss", color="tab:gray")
-    left.plot(million, [row["loss"] for row in log], label="held-out loss", color="tab:blue")
+    if "loss" in log[0]:
+        left.plot(million, [row["loss"] for row in log], label="held-out loss", color="tab:blue")
     left.set(xlabel="million tokens seen", ylabel="nats per token")
     right = left.twinx()
     for depth, style in ((1, "-"), (2, "--"), (3, ":")):
         right.plot(million, [row[f"agree{depth}"] for row in log], style, color="tab:orange",
-                   label=f"MTP agreement, depth {depth}")
-    right.set(ylabel="share of equal top tokens", ylim=(0.3, 0.9))
+                   label=f"draft agreement, depth {depth}")
+    right.set(ylabel="share of equal top tokens", ylim=(0.2, 0.9))
     figure.legend(loc="outside upper center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -154,12 +154,20 @@ def chain_attention(q: Tensor, chain, scale: float) -> Tensor:
     return o
 
 
-def forward(p: Params, c: ModelConfig, tokens: Tensor, loads=None) -> Tensor:
-    """Hidden states after ``model.norm``, [B, T, H], of tokens [B, T]."""
+def forward(p: Params, c: ModelConfig, tokens: Tensor, loads=None, states: dict[int, Tensor] | None = None) -> Tensor:
+    """Hidden states after ``model.norm``, [B, T, H], of tokens [B, T].
+
+    ``states``, if given, receives the residual stream [B, T, H] that enters layer i under i; under
+    ``num_hidden_layers`` what leaves the last layer, before ``model.norm``.
+    """
     positions = torch.arange(tokens.shape[1])  # [T]
     h = p["model.embed_tokens.weight"][tokens]  # [B, T, H]
     for layer in range(c.num_hidden_layers):
+        if states is not None:
+            states[layer] = h
         h, _ = decoder_layer(p, c, layer, h, positions, loads)
+    if states is not None:
+        states[c.num_hidden_layers] = h
     return rms_norm(h, p["model.norm.weight"], c.rms_norm_eps)  # [B, T, H]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 def names() -> list[str]:
     """Every name that :func:`path` knows."""
-    return sorted(folder.name for folder in _root().iterdir() if (folder / "config.json").is_file())
+    return sorted(folder.name for folder in _root().iterdir() if (folder / "tokenizer.json").is_file())
 
 
 def path(name: str) -> Path:
@@ -18,6 +18,11 @@ def path(name: str) -> Path:
         raise ValueError(f"no embedded model {name!r}; there are {', '.join(names())}. The folder of a checkpoint "
                          "is accepted wherever a name is, as in ./my-model")
     return _root() / name
+
+
+def eagle3() -> Path:
+    """Folder of the EAGLE-3 head for glm-4.7-flash-nano: a head is no model, so it has no name of its own."""
+    return _root() / "glm-4.7-flash-nano-eagle3"
 
 
 def resolve(name_or_folder: str | Path) -> Path:

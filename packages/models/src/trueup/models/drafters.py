@@ -1,0 +1,72 @@
+"""From a word to a drafter: ``mtp``, ``eagle3``, ``ngram``, or the folder of an EAGLE-3 head."""
+from pathlib import Path
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trueup.core.cache import Pools
+from trueup.core.pages import PagePool
+from trueup.core.speculation.chain import ChainDrafter
+from trueup.core.speculation.drafter import Drafter
+from trueup.core.speculation.ngram import NgramDrafter
+from trueup.core.view import DeviceView
+from trueup.models import zoo
+from trueup.models.eagle3 import load_eagle3
+from trueup.models.glm4_moe_lite import Glm4MoeLite
+
+DRAFT_TOKENS = 3
+SPECS = ("mtp", "eagle3", "ngram")
+
+
+class MtpDraft:
+    """The MTP layer as a draft model: one trained layer used for every depth, fed with its own normed hidden state.
+
+    Its rows of the cache are the last layer of the target's own pools.
+    Source: DeepSeek-V3, section 2.2; several steps of one layer as in sglang: srt/speculative/eagle_worker.py.
+    """
+
+    taps: tuple[int, ...] | None = ()
+
+    def __init__(self, target: Glm4MoeLite) -> None:
+        if not target.mtp:
+            raise ValueError("this checkpoint has no MTP layer (num_nextn_predict_layers is 0); use --spec ngram, "
+                             "or an EAGLE-3 head")
+        self.target = target
+
+    def make_pools(self, target: Pools, pages: PagePool) -> Pools:
+        """The target's: they hold the MTP layer's rows already."""
+        return target
+
+    def fuse(self, features: Float[Tensor, "Tp H"]) -> Float[Tensor, "Tp H"]:
+        """The target's hidden rows after its final norm, as they are."""
+        return features
+
+    def forward(self, next_tokens: Int[Tensor, " Tp"], hidden: Float[Tensor, "Tp H"], view: DeviceView, pools: Pools
+                ) -> Float[Tensor, "Tp H"]:
+        """See :meth:`trueup.models.glm4_moe_lite.Glm4MoeLite.forward_mtp`."""
+        return self.target.forward_mtp(next_tokens, hidden, view, pools)
+
+    def logits(self, hidden: Float[Tensor, "B H"]) -> Float[Tensor, "B V"]:
+        """By the target's head."""
+        return self.target.logits(hidden)
+
+
+def make_drafter(spec: str | Path, target: Glm4MoeLite, draft_tokens: int = DRAFT_TOKENS) -> Drafter:
+    """A drafter for ``target``.
+
+    Args:
+        spec: "mtp", "eagle3" (the zoo's head, for the nano model), "ngram", or the folder of an EAGLE-3 head.
+        target: the model that verifies.
+        draft_tokens: most tokens proposed a round.
+
+    Raises:
+        ValueError: an unknown word, a target without MTP layer, or draft_tokens out of range.
+    """
+    if spec == "mtp":
+        return ChainDrafter(MtpDraft(target), draft_tokens)
+    if spec == "ngram":
+        return NgramDrafter(draft_tokens, target.vocab_size)
+    if spec == "eagle3" or Path(spec).is_dir():
+        return ChainDrafter(load_eagle3(zoo.eagle3() if spec == "eagle3" else spec, target), draft_tokens)
+    raise ValueError(f"spec {str(spec)!r} is unknown; expected one of {', '.join(SPECS)}, or the folder of an EAGLE-3 "
+                     "head")
