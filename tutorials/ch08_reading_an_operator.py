@@ -98,7 +98,7 @@ from trueup.core import ContractError, audit, capture, load, pad_topk
 from trueup.core.device import pick_device
 from trueup.core.ops.contract import OPEN_POINTS, assume, profile
 from trueup.core.ops.registry import OPERATORS
-from trueup.core.ops.rules import rules
+from trueup.core.ops.reading.rules import rules
 
 load()
 

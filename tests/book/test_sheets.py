@@ -11,9 +11,9 @@ from tools.book.chapter import ChapterError, read
 from tools.book.markdown import code, plain, prose, table, template
 from trueup.core.messages import MESSAGES
 from trueup.core.ops.contract import OPEN_POINTS
+from trueup.core.ops.reading.rules import open_points, rules
+from trueup.core.ops.reading.sheet import sheet
 from trueup.core.ops.registry import OPERATORS
-from trueup.core.ops.rules import open_points, rules
-from trueup.core.ops.sheet import sheet
 
 REPO = Path(__file__).parents[2]
 PAGES = sorted(operators.pages())

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from trueup.core.ops import attention_update  # noqa: F401  (declares the operator)
+from trueup.core.ops.attention import attention_update  # noqa: F401  (declares the operator)
 from trueup.core.ops.contract import ContractError
 from trueup.core.ops.registry import OPERATORS
 

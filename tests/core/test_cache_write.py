@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trueup.core.ops import kv_rmsnorm_rope_cache, scatter  # noqa: F401  (declares the operators)
+from trueup.core.ops.cache import scatter  # noqa: F401  (declares the operators)
 from trueup.core.ops.contract import Check, ContractError, profile
 from trueup.core.ops.registry import OPERATORS
 

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from operators.case import cases, changed, invoke
 from trueup.core import ContractError, capture, load
 from trueup.core.explain import explain
+from trueup.core.ops.cache.format import FRACTAL_NZ, format_of
 from trueup.core.ops.capture import packed, tells, unpacked
 from trueup.core.ops.contract import Check, profile
-from trueup.core.ops.format import FRACTAL_NZ, format_of
 from trueup.core.ops.registry import OPERATORS, packet
 from trueup.core.ops.replay import replay
 

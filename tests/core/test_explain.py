@@ -14,7 +14,7 @@ import torch
 from trueup.core import ContractError, capture, cli, load
 from trueup.core.explain import explain, render
 from trueup.core.messages import GROUPS, MESSAGES
-from trueup.core.ops.sheet import sheets
+from trueup.core.ops.reading.sheet import sheets
 
 load()
 FIA = "operators/npu_fused_infer_attention_score/"

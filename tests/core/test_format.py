@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from trueup.core.ops import format
+from trueup.core.ops.cache import format
+from trueup.core.ops.cache.format import FRACTAL_NZ, NCHW, ND, format_of
 from trueup.core.ops.contract import ContractError, assume, profile
-from trueup.core.ops.format import FRACTAL_NZ, NCHW, ND, format_of
 from trueup.core.ops.registry import OPERATORS
 
 CAST, CAST_, LIKE, EXAMPLE, GET = (OPERATORS[name] for name in (

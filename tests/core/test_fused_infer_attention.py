@@ -9,9 +9,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from trueup.core.ops import fused_infer_attention  # noqa: F401  declares the operator
+from trueup.core.ops.attention import fused_infer_attention  # noqa: F401  declares the operator
+from trueup.core.ops.attention.fused_infer_attention import blocks
 from trueup.core.ops.contract import ContractError, assume, profile
-from trueup.core.ops.fused_infer_attention import blocks
 from trueup.core.ops.registry import OPERATORS
 
 op = OPERATORS["npu_fused_infer_attention_score_v2"]

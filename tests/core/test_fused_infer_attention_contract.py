@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-import trueup.core.ops.fused_infer_attention  # noqa: F401  declares the operators
+import trueup.core.ops.attention.fused_infer_attention  # noqa: F401  declares the operators
+from trueup.core.ops.attention.fused_infer_attention import arguments
 from trueup.core.ops.contract import Check, ContractError, profile
-from trueup.core.ops.fused_infer_attention import arguments
 from trueup.core.ops.registry import OPERATORS, schemas
 
 op = OPERATORS["npu_fused_infer_attention_score_v2"]

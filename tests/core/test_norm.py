@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trueup.core.ops import norm  # noqa: F401  (declares the operators)
 from trueup.core.ops.contract import ContractError, profile
 from trueup.core.ops.registry import OPERATORS
+from trueup.core.ops.rowwise import norm  # noqa: F401  (declares the operators)
 
 RMS, ADD = OPERATORS["npu_rms_norm"], OPERATORS["npu_add_rms_norm"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8}

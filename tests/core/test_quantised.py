@@ -4,9 +4,11 @@ import math
 import pytest
 import torch
 
-from trueup.core.ops import dynamic_quant, quant_matmul  # noqa: F401  (declare the operators)
 from trueup.core.ops.contract import ContractError, assume
-from trueup.core.ops.int8 import pack, unpack
+from trueup.core.ops.matmul import (
+    quant_matmul,  # noqa: F401  (declare the operators)
+)
+from trueup.core.ops.matmul.int8 import pack, unpack
 from trueup.core.ops.registry import OPERATORS
 
 QUANT, PRODUCT = OPERATORS["npu_dynamic_quant"], OPERATORS["npu_quant_matmul"]

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trueup.core.ops import rope  # noqa: F401  (declares the operators)
 from trueup.core.ops.contract import profile
 from trueup.core.ops.registry import OPERATORS
+from trueup.core.ops.rowwise import rope  # noqa: F401  (declares the operators)
 
 ROPE = OPERATORS["npu_interleave_rope"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6}

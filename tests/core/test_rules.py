@@ -11,12 +11,12 @@ import pytest
 
 from operators.case import cases, changed, invoke
 from trueup.core.explain import explain
-from trueup.core.ops import contract_source
 from trueup.core.ops.contract import DTYPE, OPEN_POINTS, RELATION, SIZE, Check, ContractError, OpenPoint, profile
 from trueup.core.ops.load import load
+from trueup.core.ops.reading import contract_source
+from trueup.core.ops.reading.rules import Rule, open_points, rules
+from trueup.core.ops.reading.sheet import sheet, sheet_of_call
 from trueup.core.ops.registry import OPERATORS, Operator
-from trueup.core.ops.rules import Rule, open_points, rules
-from trueup.core.ops.sheet import sheet, sheet_of_call
 
 load()
 OPS = Path(inspect.getfile(Check)).parent
@@ -143,8 +143,8 @@ def _contract(check, x, y, mode=0, **rest):
 def made(monkeypatch):
     schema = "npu::npu_made(Tensor x, Tensor? y, int mode=0, Tensor? scale=None) -> Tensor"
     monkeypatch.setitem(OPERATORS, "npu_made", Operator("npu_made", _contract, print, "x [T H] -> y [T]", ({},)))
-    monkeypatch.setattr("trueup.core.ops.rules.schemas", lambda: {"npu_made": schema})
-    monkeypatch.setattr("trueup.core.ops.rules.OPERATORS", OPERATORS)
+    monkeypatch.setattr("trueup.core.ops.reading.rules.schemas", lambda: {"npu_made": schema})
+    monkeypatch.setattr("trueup.core.ops.reading.rules.OPERATORS", OPERATORS)
     # Helpers are followed inside trueup.core.ops only.
     monkeypatch.setattr(_helper, "__module__", "trueup.core.ops.test")
     yield rules("npu_made")

@@ -2,9 +2,9 @@
 import pytest
 import torch
 
-from trueup.core.ops import scatter_nd  # noqa: F401  (declares its operators)
+from trueup.core.ops.cache import scatter_nd  # noqa: F401  (declares its operators)
+from trueup.core.ops.cache.format import FRACTAL_NZ, npu_format_cast
 from trueup.core.ops.contract import ContractError, assume, profile
-from trueup.core.ops.format import FRACTAL_NZ, npu_format_cast
 from trueup.core.ops.registry import OPERATORS
 
 PAGED, ATB, ND = (OPERATORS[name] for name in ("npu_scatter_pa_kv_cache", "atb::_npu_reshape_and_cache",

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from operators.top_k_top_p import filtered, naive
-from trueup.core.ops import top_k_top_p  # noqa: F401  (declares the operator)
 from trueup.core.ops.contract import assume
 from trueup.core.ops.registry import OPERATORS
+from trueup.core.ops.rowwise import top_k_top_p  # noqa: F401  (declares the operator)
 
 FILTER = OPERATORS["npu_top_k_top_p"]
 INF = -math.inf

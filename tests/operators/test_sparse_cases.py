@@ -10,7 +10,7 @@ from operators.case_sparse_requests import LAYOUTS, UNWRITTEN, Batch, int32
 from operators.sparse_attention import naive_sparse, quantised, sparse
 from operators.sparse_indexer import indexer, naive_indexer
 from trueup.core import pad_topk
-from trueup.core.ops import lightning_indexer, sparse_attend, sparse_indices
+from trueup.core.ops.attention import lightning_indexer, sparse_attend, sparse_indices
 from trueup.core.ops.contract import ContractError, assume, profile
 from trueup.core.ops.load import load
 from trueup.core.ops.registry import OPERATORS

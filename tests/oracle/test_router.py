@@ -4,7 +4,7 @@ import importlib
 import pytest
 import torch
 
-import trueup.core.ops.moe_gating  # noqa: F401  declares the operator
+import trueup.core.ops.moe.moe_gating  # noqa: F401  declares the operator
 from trueup.core.ops.registry import OPERATORS
 
 FAMILIES = {

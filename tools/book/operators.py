@@ -10,9 +10,9 @@ import torch
 import trueup.core
 from trueup.core.ops.axes import Signature, signature
 from trueup.core.ops.contract import OpenPoint
+from trueup.core.ops.reading.rules import Rule, open_points, rules
+from trueup.core.ops.reading.sheet import sheet
 from trueup.core.ops.registry import OPERATORS, schemas
-from trueup.core.ops.rules import Rule, open_points, rules
-from trueup.core.ops.sheet import sheet
 
 _LENGTHS = re.compile(r"^actual_s|^seq_lens|^group_(list|index)$")
 

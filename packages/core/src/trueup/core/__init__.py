@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from trueup.core import ledger
     from trueup.core.engine import Engine, EngineConfig
     from trueup.core.layout import Layout
+    from trueup.core.ops.attention.pad_topk import pad_topk
     from trueup.core.ops.audit import audit
     from trueup.core.ops.capture import capture
     from trueup.core.ops.contract import ContractError
     from trueup.core.ops.load import load
-    from trueup.core.ops.pad_topk import pad_topk
     from trueup.core.planning import plan
     from trueup.core.rows import Rows
     from trueup.core.scripted import ScriptedDrafter, ScriptedModel
@@ -51,7 +51,7 @@ _HOMES = {
     "capture": "trueup.core.ops.capture",
     "load": "trueup.core.ops.load",
     "materialise": "trueup.core.view",
-    "pad_topk": "trueup.core.ops.pad_topk",
+    "pad_topk": "trueup.core.ops.attention.pad_topk",
     "plan": "trueup.core.planning",
 }
 

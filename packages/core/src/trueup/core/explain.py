@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trueup.core.messages import MESSAGES, Message
-from trueup.core.ops.sheet import sheet, sheet_of_call, sheets
+from trueup.core.ops.reading.sheet import sheet, sheet_of_call, sheets
 
 if TYPE_CHECKING:
     from trueup.core.ops.contract import ContractError
-    from trueup.core.ops.rules import Rule
+    from trueup.core.ops.reading.rules import Rule
 
 HELP = "explain an error message, a log, or recorded operator calls"
 WHAT = "a message in quotes, a log file, a file written by trueup.core.capture, or - for standard input"
@@ -123,8 +123,8 @@ def _broken(operator: str, said: dict[str, Any], title: str = "") -> Finding:
 
 def _rules(operator: str) -> "tuple[Rule, ...]":
     from trueup.core.ops.load import load  # torch takes a second; a device's message needs none
+    from trueup.core.ops.reading.rules import rules
     from trueup.core.ops.registry import OPERATORS
-    from trueup.core.ops.rules import rules
 
     load()
     return rules(operator) if operator in OPERATORS else ()

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trueup.core import hostnpu
-from trueup.core.ops.format import FRACTAL_NZ, format_of
+from trueup.core.ops.cache.format import FRACTAL_NZ, format_of
 from trueup.core.ops.registry import name_of
 
 VERSION = 1

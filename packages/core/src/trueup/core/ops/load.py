@@ -8,11 +8,14 @@ from trueup.core.device import ActivePath, active_path
 from trueup.core.ops.registry import OPERATORS, qualified, schemas
 
 FAMILIES = (
-    "norm", "rope", "kv_rmsnorm_rope_cache", "mla_prolog", "scatter", "activation", "attention_update",
-    "fused_infer_attention", "moe_gating", "moe_gating_softmax", "moe_init_routing", "moe_init_routing_v2",
-    "moe_finalize_routing", "moe_permute", "format", "scatter_nd", "transpose_batchmatmul", "grouped_matmul",
-    "dynamic_quant", "quant_matmul", "top_k_top_p", "sparse_flash_attention", "kv_quant_sparse_flash_attention",
-    "lightning_indexer", "quant_lightning_indexer",
+    "attention.attention_update", "attention.fused_infer_attention", "attention.sparse_flash_attention",
+    "attention.kv_quant_sparse_flash_attention", "attention.lightning_indexer", "attention.quant_lightning_indexer",
+    "mla.kv_rmsnorm_rope_cache", "mla.mla_prolog",
+    "cache.scatter", "cache.format", "cache.scatter_nd",
+    "moe.moe_gating", "moe.moe_gating_softmax", "moe.moe_init_routing", "moe.moe_init_routing_v2",
+    "moe.moe_finalize_routing", "moe.moe_permute",
+    "matmul.transpose_batchmatmul", "matmul.grouped_matmul", "matmul.dynamic_quant", "matmul.quant_matmul",
+    "rowwise.norm", "rowwise.rope", "rowwise.activation", "rowwise.top_k_top_p",
 )
 
 _lock = threading.Lock()

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from trueup.core.ops.cache.format import tag_as
 from trueup.core.ops.capture import MASK_SIDE, VERSION, masks, tells, unpacked
 from trueup.core.ops.contract import Check, ContractError, profile
-from trueup.core.ops.format import tag_as
 from trueup.core.ops.load import load
 from trueup.core.ops.registry import OPERATORS
 

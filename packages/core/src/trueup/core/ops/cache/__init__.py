@@ -1,0 +1,1 @@
+"""Writing caches by slot, and the memory formats of tensors."""

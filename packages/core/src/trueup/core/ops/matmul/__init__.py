@@ -1,0 +1,1 @@
+"""Matrix products: grouped by expert, batched by head, and in int8."""

@@ -1,0 +1,1 @@
+"""Operators that treat every row alone: norms, activation, rope, and the filters of sampling."""
