@@ -1,5 +1,8 @@
 """Speculation over scripted models: text, pages and acceptance, by random schedule and at every border."""
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +112,28 @@ def test_sb10_each_draft_step_has_lengths_of_its_own():
     assert [view.segments[0].kv_lens for view in views] == [[11, 21], [12, 22], [13, 23]]
     assert [view.segments[0].kv_lens_device.tolist() for view in views] == [[11, 21], [12, 22], [13, 23]]
     assert [layout.positions for layout in done.draft_layouts[:3]] == [(10, 20), (11, 21), (12, 22)]
+
+
+class Aliased(ScriptedDraftModel):
+    """SB-10 put back: one buffer of lengths for all draft steps, in which the last step's values stand."""
+
+    def forward(self, next_tokens, hidden, view, pools):
+        if view.layout.segments[0].mode is Mode.DRAFT:
+            (seg,) = view.segments
+            ends = [min(n + 2, seg.block_table.shape[1] * pools.page_size) for n in seg.kv_lens]
+            last = torch.tensor(ends) - 1
+            view = replace(view, segments=(replace(seg, kv_lens=ends),), positions=last)
+        return super().forward(next_tokens, hidden, view, pools)
+
+
+def test_sb10_put_back_costs_acceptance_from_the_second_draft_on():
+    model, by_depth = ScriptedModel(), []
+    for kind in (ScriptedDraftModel, Aliased):
+        engine = Engine(model, EngineConfig(page_size=16), ChainDrafter(kind(model), 3))
+        (text,), rounds = finish(engine, [[1] * 10], 40)
+        assert text == model.expected([1] * 10, 40)
+        by_depth.append(Acceptance.of(rounds).by_depth)
+    assert by_depth[0] == [1.0] * 3 and by_depth[1][0] > 0.9 and by_depth[1][1] < 0.3
 
 
 def test_sb15_no_position_beyond_the_limit_is_looked_up():

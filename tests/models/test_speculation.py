@@ -4,11 +4,18 @@ import inspect
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from trueup.core.cache import Pools
 from trueup.core.engine import Engine, EngineConfig
+from trueup.core.layout import Mode
+from trueup.core.pages import PagePool
+from trueup.core.planning import Work, plan
 from trueup.core.sampling import SamplingParams
 from trueup.core.speculation.acceptance import Acceptance
+from trueup.core.view import materialise
 from trueup.models import load_model, zoo
 from trueup.models.config import ModelConfig
 from trueup.models.drafters import make_drafter
@@ -88,6 +95,65 @@ def test_up_to_the_last_position_of_the_context_and_of_the_pool(model, source, s
     assert len(end) == 12 and max(p for done in rounds for p in done.layout.positions) == limit - 2
 
 
+@pytest.fixture(scope="module")
+def alone(model, source):
+    """Plain greedy text of a prompt that begins at a place of the source, alone; each computed once."""
+    known: dict[tuple[int, int], list[int]] = {}
+
+    def text(at, length):
+        if (at, length) not in known:
+            (known[at, length],), _ = run(Engine(model, EngineConfig(num_pages=17, page_size=16)),
+                                          [source[at : at + length]], 16)
+        return known[at, length]
+    return text
+
+
+ADD = st.tuples(st.sampled_from((0, 333, 777)), st.sampled_from((1, 5, 16, 33)), st.integers(1, 16))
+ACTION = st.one_of(ADD, st.just("step"), st.just("step"), st.integers(1, 6))  # a number aborts that request
+CONFIGS = st.builds(EngineConfig, num_pages=st.integers(8, 20), page_size=st.just(16), max_requests=st.integers(1, 5),
+                    prefill_tokens=st.sampled_from([7, 20, 64]), buckets=st.sampled_from([(8,), (1, 2, 5)]))
+
+
+def schedule(model, source, alone, spec, k, config, actions):
+    """Requests come, run, finish and are aborted; each one's text is that of plain decoding alone."""
+    engine = Engine(model, config, make_drafter(spec, model, k))
+    text, plain = {}, {}
+
+    def step():
+        for r, tokens in engine.step().tokens.items():
+            text[r] += tokens
+        held = [page for request in engine.scheduler.requests.values() for page in request.pages]
+        assert len(held) == len(set(held)) and engine.pages.free + len(held) == config.num_pages - 1
+
+    for action in actions:
+        if action == "step":
+            step()
+        elif isinstance(action, int):
+            engine.abort(action)
+        else:
+            at, length, most = action
+            r = engine.add(source[at : at + length], SamplingParams(max_tokens=most, ignore_eos=True))
+            text[r], plain[r] = [], alone(at, length)
+    while engine.has_work:
+        step()
+    assert all(t == plain[r][: len(t)] for r, t in text.items())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@settings(max_examples=8, deadline=None)
+@given(st.integers(1, 7), CONFIGS, st.lists(ACTION, max_size=14))
+def test_random_schedules(model, source, alone, spec, k, config, actions):
+    schedule(model, source, alone, spec, k, config, actions)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", SPECS)
+@settings(max_examples=250, deadline=None)
+@given(st.integers(1, 7), CONFIGS, st.lists(ACTION, max_size=30))
+def test_many_random_schedules(model, source, alone, spec, k, config, actions):
+    schedule(model, source, alone, spec, k, config, actions)
+
+
 # Accepted drafts by round of three requests: any change of what a draft is made from moves them (SB-38).
 PINNED = {
     "mtp": {1: "013233033333", 2: "233333300313", 3: "3333333332"},
@@ -157,3 +223,31 @@ def test_drafts_equal_a_full_sequence_without_cache(model, source, spec, naive_l
         for r, tokens in done.tokens.items():
             text[r] += tokens
     assert compared > 40
+
+
+@torch.inference_mode()
+def mtp_logits(model, ids, following):
+    """[T, V] of one prompt in one forward; ``following`` are the MTP layer's tokens."""
+    pool = PagePool(3, 128)
+    pools = Pools(model.cache_spec, pool)
+    layout = plan([Work(0, Mode.PREFILL, 0, len(ids), pool.allocate(1))], page_size=128)
+    view = materialise(layout, pools)
+    hidden = model.forward(torch.tensor(ids), view, pools)
+    return model.logits(model.forward_mtp(torch.tensor(following), hidden, view, pools))
+
+
+def test_sb17_position_0_has_a_token_too(model, source):
+    """Rows (h0, t1), (h1, t2), (h2, t3), (h3, new): the first is not masked; a zero embedding there is another row."""
+    ids, new = source[:4], source[4]
+    params = {n: v.float() for n, v in load_file(zoo.path(NAME) / "model.safetensors").items()}
+    h = twin.forward(params, model.config, torch.tensor([ids]))
+    naive = twin.head(params, twin.mtp_steps(params, model.config, h, torch.tensor([[*ids, new]]), 1)[0])[0]
+    right = mtp_logits(model, ids, [*ids[1:], new])
+    assert (right - naive).abs().max() <= 1e-5 * naive.abs().max()
+    embed = model.embed
+    try:  # put back: a row of zeros behind the vocabulary stands for "no token here"
+        model.embed = torch.nn.Parameter(torch.cat([embed, torch.zeros_like(embed[:1])]), requires_grad=False)
+        masked = mtp_logits(model, ids, [len(embed), *ids[2:], new])
+    finally:
+        model.embed = embed
+    assert (masked[0] - naive[0]).abs().max() > 0.05 * naive.abs().max()
