@@ -84,8 +84,12 @@ def requests(browser) -> list[str]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_pages_fit_say_nothing_and_stay_at_home(browser, address, language, size, theme):
-    """No sideways scrolling, no message on the console, no request to another machine, the reader's own theme."""
-    for page in ALL:
+    """No sideways scrolling, no message on the console, no request to another machine, the reader's own theme.
+
+    Contract sheets come from one template: all of them are looked at where room is scarcest, one of them everywhere.
+    """
+    every = (size, theme) == ("phone", "light")
+    for page in (page for page in ALL if every or page in KINDS or not page.startswith("operators/")):
         with seen_as(browser, size, theme):
             browser.get(f"{address}/{language}/{page}")
             wide = browser.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
