@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from trueup.core import ledger
 from trueup.core.cache import Pools
 from trueup.core.engine import Engine, EngineConfig
 from trueup.core.layout import Mode
@@ -251,3 +252,19 @@ def test_sb17_position_0_has_a_token_too(model, source):
     finally:
         model.embed = embed
     assert (masked[0] - naive[0]).abs().max() > 0.05 * naive.abs().max()
+
+
+@pytest.mark.parametrize(("spec", "owner", "pool"), [("mtp", "mtp.0.decoder.attention", "pools.latent[3]"),
+                                                     ("eagle3", "drafter", "drafter.pools.key[0]")])
+def test_the_ledger_knows_a_drafters_calls(model, source, spec, owner, pool):
+    engine = Engine(model, EngineConfig(num_pages=5, buckets=(8,)), make_drafter(spec, model, 3))
+    engine.add(source[:20], SamplingParams(max_tokens=9))
+    engine.step()
+    with ledger.record(engine) as led:
+        engine.step()
+    calls = [c for c in led.calls if c.operator.startswith("npu_fused") and c.layout is not None
+             and c.layout.segments[0].mode is Mode.DRAFT]
+    assert len(calls) == 2 and all(c.owner == owner and not c.disagreements for c in calls)
+    assert any(o.source == pool for o in calls[0].operands)
+    query = calls[0].operands[0]
+    assert query.axes[0].name == "T" and (query.axes[0].size, query.axes[0].real) == (8, 1)

@@ -21,6 +21,7 @@ from trueup.core.layers.norm import RMSNorm
 from trueup.core.layers.rope import rope_cos_sin
 from trueup.core.pages import PagePool
 from trueup.core.view import DeviceView
+from trueup.models.axes import PARAMETER_AXES
 from trueup.models.eagle3_config import Eagle3Config
 from trueup.models.glm4_moe_lite import Glm4MoeLite
 from trueup.models.stored import listed, stored_tensors
@@ -35,7 +36,7 @@ class Eagle3Head(nn.Module):
     def __init__(self, c: Eagle3Config, embed: Tensor) -> None:
         super().__init__()
         H, N, G, D = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.c, self.embed, self.taps = c, embed, c.taps
+        self.c, self.embed, self.taps, self.parameter_axes = c, embed, c.taps, PARAMETER_AXES
         self.fc = nn.Parameter(torch.empty(H, len(c.taps) * H))
         self.input_norm, self.hidden_norm = RMSNorm(H, c.rms_norm_eps), RMSNorm(H, c.rms_norm_eps)
         self.q = nn.Parameter(torch.empty(N * D, 2 * H))

@@ -48,12 +48,17 @@ def record(target: Any = None, *, layout: Layout | None = None) -> Iterator[Ledg
         if isinstance(target, Engine):
             recorder.know_pools(target)
             _wrap(stack, target, "step", recorder.round)
-        if model is not None:
-            recorder.know_parameters(model)
-            modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {"": model}
+        # A draft model with weights of its own (an EAGLE head) is known beside the target.
+        draft = getattr(getattr(target, "drafter", None), "model", None)
+        for whole, owner in ((model, ""), (draft if isinstance(draft, nn.Module) else None, "drafter")):
+            if whole is None:
+                continue
+            recorder.know_parameters(whole, owner)
+            modules = dict(whole.named_modules()) if isinstance(whole, nn.Module) else {"": whole}
             for name, module in modules.items():
+                place = ".".join(filter(None, (owner, name))) or "model"
                 for method in _own_methods(type(module)):
-                    _wrap(stack, module, method, functools.partial(recorder.method, name or "model"))
+                    _wrap(stack, module, method, functools.partial(recorder.method, place))
         stack.enter_context(recorder)
         yield recorder.ledger
 
@@ -95,9 +100,10 @@ class _Recorder(TorchDispatchMode):
 
     # What is told to the recorder before and around the calls.
 
-    def know_parameters(self, model: Any) -> None:
+    def know_parameters(self, model: Any, owner: str = "") -> None:
         declared: Mapping[str, str] = getattr(model, "parameter_axes", {})
-        for name, tensor in model.named_parameters() if isinstance(model, nn.Module) else ():
+        parameters = model.named_parameters(owner) if isinstance(model, nn.Module) else ()
+        for name, tensor in parameters:
             parts = name.split(".")
             endings = (".".join(parts[i:]) for i in range(len(parts)))
             letters = next((declared[ending].split() for ending in endings if ending in declared), [])
@@ -108,9 +114,11 @@ class _Recorder(TorchDispatchMode):
             widths |= {axis.name: axis.size for axis in axes or ()}
 
     def know_pools(self, engine: Engine) -> None:
-        for kind in ("latent", "rope"):
-            for layer, tensor in enumerate(getattr(engine.pools, kind)):
-                self._given[tensor.data_ptr()] = _Known(weakref.ref(tensor), f"pools.{kind}[{layer}]", None)
+        # The target's last: an MTP layer drafts from the very same pools.
+        for pools, owner in ((getattr(engine.drafter, "pools", None), "drafter."), (engine.pools, "")):
+            for kind in ("latent", "rope", "key", "value"):
+                for layer, tensor in enumerate(getattr(pools, kind, ())):
+                    self._given[tensor.data_ptr()] = _Known(weakref.ref(tensor), f"{owner}pools.{kind}[{layer}]", None)
 
     def round(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around Engine.step."""
