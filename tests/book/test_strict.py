@@ -30,14 +30,15 @@ assert 1 + 1 == 2
 
 @pytest.fixture
 def root(tmp_path):
-    """The real configuration and pages, with one small chapter (under the name of one that pages link to)."""
+    """The real configuration and pages, with a small chapter under the names of those that pages link to."""
     for name in ("tools", "packages"):
         (tmp_path / name).symlink_to(REPO / name)
     shutil.copy(REPO / "mkdocs.yml", tmp_path)
     made = shutil.ignore_patterns("chapters", "operators", "bugs.md", "messages.md")
     shutil.copytree(REPO / "docs", tmp_path / "docs", ignore=made)
     (tmp_path / "tutorials").mkdir()
-    (tmp_path / "tutorials/ch01_run.py").write_text(CHAPTER, encoding="utf-8")
+    for name in ("ch01_run", "ch12_acceptance"):
+        (tmp_path / f"tutorials/{name}.py").write_text(CHAPTER, encoding="utf-8")
     assert book(tmp_path, "sync").returncode == 0
     return tmp_path
 
