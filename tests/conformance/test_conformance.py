@@ -26,6 +26,7 @@ FOLDER = Path(os.environ.get("TRUEUP_TORCH_NPU", REPO / ".venv/torch_npu"))
 PROGRAM = Path(__file__).with_name("probe.py")
 KNOWN = REPO / "docs/conformance.json"  # what the contract sheets say of each operator
 INSTALL = f"pip install --no-deps --target {FOLDER} torch_npu==2.13.0"
+load()
 CASES = cases()
 FEW, MANY = 30, 400  # random calls of each operator in `make test`, and under the marker "long"
 
@@ -65,7 +66,6 @@ def real(calls, tmp_path_factory, record_conformance) -> dict:
 @by_operator
 def test_explicit_defaults_change_nothing(name):
     """A default given explicitly must mean the same as one left out; the dispatcher may do either."""
-    load()
     call = CASES[name].legal(Random(0))
     defaults = {a.name: a.default_value for a in torch._C.parse_schema(schemas()[name]).arguments
                 if a.has_default_value()}
@@ -115,7 +115,6 @@ def test_the_sheets_say_which_operators_have_a_meta_kernel(real):
 
 
 def test_a_difference_is_seen(monkeypatch):
-    load()
     name = "npu_rms_norm"
     changed = schemas()[name].replace("epsilon=9.9999999999999995e-07", "epsilon=1e-5")
     assert changed != schemas()[name]
