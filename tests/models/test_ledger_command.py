@@ -303,3 +303,9 @@ def test_only_wanted_rounds_are_recorded(llm):
     fresh = LLM(llm.model, llm.tokenizer, llm.name)
     found = rounds(fresh, TOGETHER, {1, 4})
     assert {n: led.rounds[0].number for n, led in found.items()} == {1: 1, 4: 4}
+
+
+def test_a_drafters_calls_are_listed_too(capsys):
+    assert main(["ledger", "def f(x):", "--spec", "eagle3"]) == 0
+    out = capsys.readouterr().out
+    assert "drafter, draft" in out and "drafter.post_norm" in out

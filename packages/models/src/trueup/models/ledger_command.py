@@ -86,7 +86,8 @@ def rounds(llm: LLM, prompts: list[str] | tuple[str, ...], wanted: set[int]) -> 
     Raises:
         ValueError: an empty prompt, or more rounds than the model has positions for.
     """
-    params = SamplingParams(max_tokens=max(wanted), ignore_eos=True)  # a round gives a request at most one token
+    most = 1 + getattr(llm.engine.drafter, "draft_tokens", 0)  # tokens that a round gives a request
+    params = SamplingParams(max_tokens=most * max(wanted), ignore_eos=True)
     for prompt in prompts:
         llm.engine.add(llm.tokenizer.encode(prompt), params)
     found = {}
