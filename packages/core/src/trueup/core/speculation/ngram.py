@@ -15,7 +15,11 @@ class NgramDrafter:
     Args:
         draft_tokens: most tokens proposed at a time.
         vocab_size: the target's.
-        longest, shortest: lengths of the n-grams tried, in this order.
+        longest: length of the n-grams tried first.
+        shortest: and last.
+
+    Raises:
+        ValueError: no token to draft, or lengths the wrong way round.
 
     Source: prompt lookup decoding (vLLM: vllm/v1/spec_decode/ngram_proposer.py).
     """
