@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import EntryPoint
 
 import pytest
 
@@ -169,3 +170,11 @@ def test_doctor_reads_version_files(tmp_path, monkeypatch):
     info.write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\narch=aarch64\n")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     assert doctor.examine()["cann"] == f"8.5.0, {tmp_path}"
+
+
+def test_a_doctors_topic_that_cannot_be_loaded_says_so(capsys, monkeypatch):
+    """Not the plain report under another name."""
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [EntryPoint("lost", "trueup.no_such_module", group)])
+    assert cli.main(["doctor", "lost"]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and "the topic 'lost' cannot be loaded: No module named 'trueup.no_such_module'" in out.err

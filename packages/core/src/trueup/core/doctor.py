@@ -4,6 +4,7 @@
 with the members of :class:`trueup.core.cli.Command`.
 """
 import argparse
+import functools
 import json
 import os
 import platform
@@ -35,11 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         try:
             topic = point.load()
         except Exception as error:  # a broken installation is what this command is asked about
-            topics.add_parser(point.name, help=f"cannot be loaded: {error}")
+            broken = topics.add_parser(point.name, help=f"cannot be loaded: {error}")
+            broken.set_defaults(run=functools.partial(_not_loaded, point.name, error))
             continue
         inner = topics.add_parser(point.name, help=topic.HELP, description=topic.HELP)
         topic.add_arguments(inner)
         inner.set_defaults(run=topic.run)
+
+
+def _not_loaded(topic: str, error: Exception, args: argparse.Namespace) -> int:
+    raise ValueError(f"the topic {topic!r} cannot be loaded: {error}; `trueup doctor` says what is installed")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,10 @@ class Model(Protocol):
 
     def forward_tapped(self, tokens: Tensor, view: DeviceView, pools: Pools, taps: tuple[int, ...]
                        ) -> tuple[Tensor, Tensor]:
-        """The same, and the residual streams entering the layers ``taps``, side by side: [Tp, len(taps) * H]."""
+        """The same, and the residual streams entering the layers ``taps``, side by side: [Tp, len(taps) * H].
+
+        ``taps`` go from low to high.  Called only for a drafter that asks for them.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

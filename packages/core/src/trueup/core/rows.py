@@ -59,5 +59,5 @@ class Rows:
     def _select(self, kind: Kind, rows: Sequence[int]) -> "Rows":
         if self.kind is not Kind.TOKEN:
             raise ValueError(f"rows are selected from token rows; these are {self.kind.value} rows already")
-        index = torch.tensor(rows, dtype=torch.int64, device=self.tensor.device)
-        return Rows(kind, self.layout, self.tensor[index])
+        index = torch.tensor(rows, dtype=torch.int64, device=self.tensor.device)  # [rows]
+        return Rows(kind, self.layout, self.tensor[index])  # [rows, ...]

@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trueup.core.cache import Pools
+from trueup.core.ops.attention.fused_infer_attention.contract_widths import MOST_ROWS
 from trueup.core.pages import PagePool
 from trueup.core.speculation.chain import ChainDrafter
 from trueup.core.speculation.drafter import Drafter
@@ -62,6 +63,8 @@ def make_drafter(spec: str | Path, target: Glm4MoeLite, draft_tokens: int = DRAF
     Raises:
         ValueError: an unknown word, a target without MTP layer, or draft_tokens out of range.
     """
+    if not 1 <= draft_tokens < MOST_ROWS:  # a verification has one row more
+        raise ValueError(f"draft_tokens is {draft_tokens}; expected 1 to {MOST_ROWS - 1}")
     if spec == "mtp":
         return ChainDrafter(MtpDraft(target), draft_tokens)
     if spec == "ngram":

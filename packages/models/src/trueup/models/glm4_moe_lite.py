@@ -138,14 +138,16 @@ class Glm4MoeLite(nn.Module):
     def forward_tapped(
         self, tokens: Int[Tensor, " Tp"], view: DeviceView, pools: Pools, taps: tuple[int, ...]
     ) -> tuple[Float[Tensor, "Tp H"], Float[Tensor, "Tp tapped"]]:
-        """The same, and the residual streams entering the layers ``taps``, side by side: an EAGLE-3 head reads them."""
-        ctx, x, residual = self._context(view, pools), self.embed[tokens], None  # [Tp, H]
-        entering = [x]
-        for layer in self.layers:
+        """The same, and the residual streams entering the layers ``taps``, from low to high, side by side (EAGLE-3)."""
+        ctx, x, residual, tapped = self._context(view, pools), self.embed[tokens], None, []  # [Tp, H]
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped.append(x if residual is None else x + residual)  # [Tp, H]
             x, residual = layer(x, residual, ctx)  # [Tp, H], [Tp, H]
-            entering.append(x + residual if taps else x)  # [Tp, H]
         assert residual is not None, "a model has at least one layer"
-        return self.norm.add(x, residual)[0], torch.cat([x[:, :0], *(entering[i] for i in taps)], -1)
+        hidden, last = self.norm.add(x, residual)  # [Tp, H], [Tp, H]
+        tapped += [last] if len(self.layers) in taps else []
+        return hidden, torch.cat([x[:, :0], *tapped], -1)  # [Tp, H], [Tp, taps*H]
 
     def forward_mtp(
         self, next_tokens: Int[Tensor, " Tp"], hidden: Float[Tensor, "Tp H"], view: DeviceView, pools: Pools

@@ -40,11 +40,10 @@ def absorbed(
     q_latent = torch.ops.npu.npu_transpose_batchmatmul(
         q_nope.contiguous(), w_uk, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2]
     )  # [T, N, R]
-    several = seg.segment.width > 1
     out, _ = torch.ops.npu.npu_fused_infer_attention_score_v2(
         pad_heads(q_latent), latent_pool, latent_pool,
         query_rope=pad_heads(q_rope), key_rope=rope_pool,
-        atten_mask=seg.mask if several else None, sparse_mode=3 if several else 0,
+        atten_mask=seg.mask, sparse_mode=0 if seg.mask is None else 3,
         actual_seq_qlen=seg.q_cum, actual_seq_kvlen=seg.kv_lens,
         block_table=seg.block_table, block_size=latent_pool.shape[1],
         num_query_heads=padded_heads(N), num_key_value_heads=1, softmax_scale=scale, input_layout="TND_NTD",

@@ -37,9 +37,8 @@ def _attend(
     q: Float[Tensor, "T N D"], key: Float[Tensor, "pages P GD"], value: Float[Tensor, "pages P GD"], scale: float,
     seg: SegmentView,
 ) -> Float[Tensor, "T N D"]:
-    several = seg.segment.width > 1
     return torch.ops.npu.npu_fused_infer_attention_score_v2(
-        q, key, value, atten_mask=seg.mask if several else None, sparse_mode=3 if several else 0,
+        q, key, value, atten_mask=seg.mask, sparse_mode=0 if seg.mask is None else 3,
         actual_seq_qlen=seg.q_cum, actual_seq_kvlen=seg.kv_lens, block_table=seg.block_table, block_size=key.shape[1],
         num_query_heads=q.shape[1], num_key_value_heads=key.shape[2] // q.shape[2], softmax_scale=scale,
         input_layout="TND",

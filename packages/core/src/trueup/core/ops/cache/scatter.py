@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trueup.core.ops.cache.format import FRACTAL_NZ, format_of, npu_format_cast
-from trueup.core.ops.cache.slots import check_caches, check_slots, write_slots
+from trueup.core.ops.cache.slots import check_caches, check_slots, tile_width, write_slots
 from trueup.core.ops.contract import DTYPE, RELATION, SIZE, Check, assumed, describe, open_point
 from trueup.core.ops.registry import float_dtypes, reference, refuse_unbuilt
 
@@ -29,11 +29,6 @@ MIXED_DTYPES = open_point(
     "npu_scatter_pa_kv_cache in PA_NZ with an int8 key beside a 16-bit value: the page of torch_npu wants one dtype, "
     "that of the kernel below allows two.",
     "refused")
-
-
-def _tile_width(dtype: torch.dtype) -> int:
-    """C0: as many values as fit into 32 bytes; fp32 and fp64 stand in for 16-bit floats."""
-    return 32 if dtype == torch.int8 else 16
 
 
 def _check_rows(check: Check, key: Tensor, value: Tensor, slots: Tensor, name: str, source: str) -> None:
@@ -68,14 +63,14 @@ def _check_tiled_caches(check: Check, key: Tensor, value: Tensor, key_cache: Ten
         if not cache.is_contiguous():
             check.fail(RELATION, argument, f"strided, {describe(cache)}",
                        "a contiguous tensor: a write to a hidden copy would be lost", source)
-        C0 = _tile_width(rows.dtype)
+        C0 = tile_width(rows.dtype)
         if cache.shape[3] != C0:
             check.fail(SIZE, argument, describe(cache, "block_num, N*D/C0, block_size, C0"),
                        f"C0 = {C0}: 32 bytes of {rows.dtype}", source)
     for argument, rows in (("key", key), ("value", value)):
-        if rows.shape[2] % _tile_width(rows.dtype):
+        if rows.shape[2] % tile_width(rows.dtype):
             check.fail(SIZE, argument, describe(rows, "T, N, D"),
-                       f"D a multiple of {_tile_width(rows.dtype)}: a head fills whole tiles", SCATTER_ACLNN)
+                       f"D a multiple of {tile_width(rows.dtype)}: a head fills whole tiles", SCATTER_ACLNN)
     if key_cache.shape[2] >= UINT16_MAX:
         check.fail(SIZE, "key_cache", describe(key_cache), f"a block_size below {UINT16_MAX}", SCATTER_ACLNN)
 
@@ -102,6 +97,17 @@ def _write(cache: Tensor, slots: Tensor, rows: Tensor, tiled: bool) -> None:
     cache[page, :, offset] = rows.reshape(-1, pieces, C0)  # [T, N*D/C0, C0]
 
 
+def _check_dtypes(check: Check, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+                  source: str) -> None:
+    """Rows are of 16 or 8 bits, and each cache has the dtype of its rows."""
+    for argument, tensor in (("key", key), ("value", value)):
+        if tensor.dtype not in (*float_dtypes(check), torch.int8):
+            check.fail(DTYPE, argument, describe(tensor), "float16, bfloat16 or int8", source)
+    for argument, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
+        if cache.dtype != rows.dtype:
+            check.fail(DTYPE, argument, describe(cache), f"{rows.dtype}, as its rows", source)
+
+
 def _scatter_pa_kv_cache_contract(check: Check, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
                                   slot_mapping: Tensor, *, cache_mode: str | None = "PA_NZ", **rest: Any) -> None:
     refuse_unbuilt(check, rest)
@@ -120,12 +126,7 @@ def _scatter_pa_kv_cache_contract(check: Check, key: Tensor, value: Tensor, key_
                      "for tiled ones", SCATTER_PAGE)
         pages = key_cache
     _check_places(check, "slot_mapping", slot_mapping, pages, SCATTER_PAGE)
-    for argument, tensor in (("key", key), ("value", value)):
-        if tensor.dtype not in (*float_dtypes(check), torch.int8):
-            check.fail(DTYPE, argument, describe(tensor), "float16, bfloat16 or int8", SCATTER_PAGE)
-    for argument, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
-        if cache.dtype != rows.dtype:
-            check.fail(DTYPE, argument, describe(cache), f"{rows.dtype}, as its rows", SCATTER_PAGE)
+    _check_dtypes(check, key, value, key_cache, value_cache, SCATTER_PAGE)
     if value.dtype != key.dtype and cache_mode == "PA_NZ":
         check.fail(DTYPE, "value", describe(value), f"key's {key.dtype}", SCATTER_PAGE, unless=MIXED_DTYPES)
     if value.dtype != key.dtype and cache_mode != "PA_NZ":
@@ -135,7 +136,7 @@ def _scatter_pa_kv_cache_contract(check: Check, key: Tensor, value: Tensor, key_
 def _caches(tiled: bool, call: Mapping[str, Any], mark: str = "!") -> str:
     if not tiled:
         return f"key_cache{mark} [pages P N Dk], value_cache{mark} [pages P N Dv]"
-    Ck, Cv = (_tile_width(call[name].dtype) for name in ("key", "value"))
+    Ck, Cv = (tile_width(call[name].dtype) for name in ("key", "value"))
     return f"key_cache{mark} [pages Dk_tiles P {Ck}], value_cache{mark} [pages Dv_tiles P {Cv}]"
 
 
@@ -217,12 +218,7 @@ def _reshape_and_cache_contract(check: Check, key: Tensor, value: Tensor, key_ca
     if slot_indices.dtype != torch.int32:
         check.fail(DTYPE, "slot_indices", describe(slot_indices),
                    "int32: call .int(); npu_scatter_pa_kv_cache takes both", ATB_TEST)
-    for argument, tensor in (("key", key), ("value", value)):
-        if tensor.dtype not in (*float_dtypes(check), torch.int8):
-            check.fail(DTYPE, argument, describe(tensor), "float16, bfloat16 or int8", ATB_TEST)
-    for argument, cache, rows in (("key_cache", key_cache, key), ("value_cache", value_cache, value)):
-        if cache.dtype != rows.dtype:
-            check.fail(DTYPE, argument, describe(cache), f"{rows.dtype}, as its rows", ATB_TEST)
+    _check_dtypes(check, key, value, key_cache, value_cache, ATB_TEST)
     if value.dtype != key.dtype and not tiled:
         check.fail(DTYPE, "value", describe(value), f"key's {key.dtype}: only tiled caches may differ", ATB_TEST)
 

@@ -12,6 +12,7 @@ from trueup.core.ops.contract import RELATION, SIZE, Check, describe
 
 ABSORBED = ("BSH", "BSND", "BNSD", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND", "TND_NTD")
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)  # of absorbed MLA
+MOST_ROWS = 16  # of one request in absorbed MLA
 V5 = "ops-transformer: aclnnFusedInferAttentionScoreV5.md"
 
 
@@ -76,8 +77,8 @@ def _check_absorbed(check: Check, names: Names, call: Call, layout: Layout, Dv: 
         advice = f": pad the heads with zeros to {larger} and slice the result" if larger else ""
         check.fail(SIZE, names["heads"], N, "1, 2, 4, 8, 16, 32, 64 or 128 when D is 512" + advice, TILING, "SB-06",
                    MLA_HEADS)
-    if rows > 16:
-        check.fail(SIZE, "query", f"{rows} rows in one request", "at most 16 when D is 512", V4)
+    if rows > MOST_ROWS:
+        check.fail(SIZE, "query", f"{rows} rows in one request", f"at most {MOST_ROWS} when D is 512", V4)
     if layout.packed and call.block_table is None:
         check.fail(SIZE, "block_table", None, "pages, for packed queries with D = 512", V4, unless=PACKED_LATENT)
     if call.return_softmax_lse and "_" in call.input_layout:
