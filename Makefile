@@ -12,7 +12,7 @@ PACKAGES := $(wildcard packages/*/pyproject.toml)
 # The nano model is small: a second thread costs more than it gives, and far more where the cores are shared.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long check train model-card train-eagle eagle-card clean docs docs-serve docs-test chapters-sync book
+.PHONY: demo test test-long check train model-card train-eagle eagle-card train-indexer indexer-card clean docs docs-serve docs-test chapters-sync book
 
 demo: $(VENV)/.run
 	$(VENV)/bin/trueup demo
@@ -63,6 +63,12 @@ train-eagle: $(VENV)/.dev
 
 eagle-card: $(VENV)/.dev
 	$(PY) -m trueup.models.training eagle-card build/eagle --model $(NANO) --head $(NANO)-eagle3
+
+train-indexer: $(VENV)/.dev
+	$(PY) -m trueup.models.training indexer build/indexer --model $(NANO)
+
+indexer-card: $(VENV)/.dev
+	$(PY) -m trueup.models.training indexer-card build/indexer --model $(NANO)
 
 clean:
 	rm -rf $(VENV) build site .mypy_cache .ruff_cache

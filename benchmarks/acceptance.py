@@ -34,12 +34,15 @@ NAME = "glm-4.7-flash-nano"
 HOT = 0.8
 
 
-def held_out_prompts() -> list[list[int]]:
-    """The prompts of the model's card: evenly spaced places in held-out text."""
-    tokenizer = Tokenizer.from_file(str(zoo.path(NAME) / "tokenizer.json"))
-    held_out = encode(tokenizer, read_corpus().held_out)  # [tokens]
-    starts = torch.linspace(0, len(held_out) - PROMPT_TOKENS - 1, PROMPTS).long()
-    return [held_out[a : a + PROMPT_TOKENS].tolist() for a in starts]
+def held_out_text() -> torch.Tensor:
+    """Token ids [tokens] of files that no nano model was trained on."""
+    return encode(Tokenizer.from_file(str(zoo.path(NAME) / "tokenizer.json")), read_corpus().held_out)
+
+
+def prompts_of(text: torch.Tensor, length: int = PROMPT_TOKENS) -> list[list[int]]:
+    """The prompts of the model's card: what stands at evenly spaced places of ``text`` [tokens]."""
+    starts = torch.linspace(0, len(text) - length - 1, PROMPTS).long()
+    return [text[a : a + length].tolist() for a in starts]
 
 
 def measure(model: Any, spec: str, k: int, prompts: list[list[int]], temperature: float) -> dict:
@@ -73,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = load_model(NAME, dtype="float32", progress=False)
-    prompts, found = held_out_prompts(), {}
+    prompts, found = prompts_of(held_out_text()), {}
     print(f"{len(prompts)} prompts of {PROMPT_TOKENS}, {NEW_TOKENS} new tokens, chain of {args.draft_tokens}\n")
     print(f"{'drafter':8} {'T':>4} {'tokens/round':>13} {'little repetition':>18}  by depth")
     for spec in args.specs:

@@ -19,15 +19,16 @@ ENTRY_POINTS = {
 }
 # The parts of core from the ground up (design table): a part imports only from parts above it here.
 CORE_ORDER = [
-    "hostnpu", "device", "ops", "layout", "planning", "pages", "cache", "key_value", "rows", "carry", "view", "layers",
-    "attention", "model", "sampling", "round", "scheduler", "speculation", "engine", "scripted", "ledger", "messages",
-    "explain", "doctor", "cli", "picture",
+    "hostnpu", "device", "ops", "segment", "invariants", "layout", "planning", "pages", "cache", "key_value",
+    "rows", "carry", "view", "layers", "attention", "model", "sampling", "round", "scheduler", "speculation",
+    "engine", "scripted", "ledger", "messages", "explain", "doctor", "cli", "picture",
 ]
 # From prompt to logits: what a reader follows.  Apart from it: the reference kernels, which requests run (scheduler,
-# pages), and how ids become text again.
+# pages), what a layout is checked for, and how ids become text again.
 READING_PATH = [
-    "trueup.models.tokenizer", "trueup.core.engine", "trueup.core.planning", "trueup.core.layout",
-    "trueup.core.cache", "trueup.core.rows", "trueup.core.view", "trueup.models.glm4_moe_lite",
+    "trueup.models.tokenizer", "trueup.core.engine", "trueup.core.planning", "trueup.core.segment",
+    "trueup.core.layout", "trueup.core.cache", "trueup.core.rows", "trueup.core.view",
+    "trueup.models.glm4_moe_lite", "trueup.models.decoder",
     "trueup.core.attention.mla", "trueup.core.attention.absorbed", "trueup.core.attention.expanded",
     "trueup.core.layers.norm", "trueup.core.layers.rope", "trueup.core.layers.mlp",
 ]

@@ -37,7 +37,7 @@ def root(tmp_path):
     made = shutil.ignore_patterns("chapters", "operators", "bugs.md", "messages.md")
     shutil.copytree(REPO / "docs", tmp_path / "docs", ignore=made)
     (tmp_path / "tutorials").mkdir()
-    for name in ("ch01_run", "ch12_acceptance"):
+    for name in ("ch01_run", "ch12_acceptance", "ch13_sparse"):
         (tmp_path / f"tutorials/{name}.py").write_text(CHAPTER, encoding="utf-8")
     assert book(tmp_path, "sync").returncode == 0
     return tmp_path

@@ -97,3 +97,18 @@ def test_a_strided_cache_is_written_through_and_a_reshape_of_it_is_not():
     assert pool[2, 0].eq(1).all() and pool.sum() == 4
     ND(pool.transpose(0, 1).reshape(12, 4), torch.tensor([[5]]), torch.ones(1, 4))
     assert pool.sum() == 4
+
+
+def test_padded_rows_share_a_place_of_the_dummy_page_and_of_no_other():
+    cache, rows = torch.zeros(4, 2, 8), torch.ones(4, 8)
+    ND(cache, torch.tensor([[0, 1], [0, 1], [3, 0], [3, 1]]), rows)
+    assert cache.sum((1, 2)).tolist() == [8, 0, 0, 16]
+    with pytest.raises(ContractError, match=r"\(3, 1\) twice"):
+        ND(cache, torch.tensor([[0, 1], [0, 1], [3, 1], [3, 1]]), rows)
+
+
+def test_rows_that_are_left_out_may_have_one_index():
+    cache = torch.zeros(4, 2, 8)
+    with assume("scatter-minus-one"):
+        ND(cache, torch.tensor([[3, -1], [3, -1], [2, 0]]), torch.ones(3, 8))
+    assert cache.sum((1, 2)).tolist() == [0, 0, 8, 0]

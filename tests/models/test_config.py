@@ -1,4 +1,7 @@
-"""ModelConfig: what a published config.json says, and how a wrong one is refused."""
+"""ModelConfig: what a published config.json says, and how a wrong one is refused.
+
+Indexers, yarn and fp8: test_sparse_config.py.
+"""
 import copy
 import dataclasses
 import json
@@ -33,6 +36,8 @@ def test_every_field_of_the_published_config():
         "qk_rope_head_dim": 64,
         "v_head_dim": 256,
         "rope_theta": 1e6,
+        "yarn": None,
+        "indexer": None,
         "intermediate_size": 10240,
         "moe_intermediate_size": 1536,
         "n_routed_experts": 64,
@@ -49,6 +54,7 @@ def test_every_field_of_the_published_config():
         "eos_token_ids": (154820, 154827, 154829),
         "pad_token_id": 154820,
         "dtype": "bfloat16",
+        "fp8_block": None,
     }
     assert config.softmax_scale == 1 / 16
 
@@ -156,18 +162,19 @@ def test_a_wrong_value_is_named_with_its_key(key, value):
 
 
 @pytest.mark.parametrize("keys, message", [
-    ({"model_type": "glm4_moe"}, "model_type is 'glm4_moe'; this release reads 'glm4_moe_lite'"),
-    ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'"),
+    ({"model_type": "glm4_moe"},
+     "model_type is 'glm4_moe'; this release reads 'glm4_moe_lite', 'glm_moe_dsa', 'deepseek_v32'"),
     ({"norm_topk_prob": False}, "norm_topk_prob is False; only True"),
     ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
     ({"moe_layer_freq": 2}, "moe_layer_freq is 2; only 1"),
+    ({"moe_router_dtype": "bfloat16"}, "moe_router_dtype is 'bfloat16'; only 'float32'"),
+    ({"mlp_bias": True}, "mlp_bias is True; only False"),
     ({"tie_word_embeddings": True}, "tie_word_embeddings is True; only False"),
     ({"rope_interleave": False}, "rope_interleave is False; only True"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; only 1.0"),
     ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-    ({"rope_scaling": {"type": "yarn", "factor": 40}}, "rope type is 'yarn'; only 'default'"),
-    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope type is 'yarn'"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints are not read"),
+    ({"rope_scaling": {"type": "linear", "factor": 40}}, "rope type is 'linear'; only 'default' and 'yarn'"),
+    ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope type is 'dynamic'"),
     ({"n_group": 3}, "n_routed_experts=64, n_group=3"),
     ({"n_group": 4, "topk_group": 5}, "topk_group=5"),
     ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65; expected at most 64"),

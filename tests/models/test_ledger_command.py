@@ -21,14 +21,23 @@ from trueup.models import LLM, zoo
 from trueup.models.axes import PARAMETER_AXES
 from trueup.models.config import ModelConfig
 from trueup.models.demo import TOGETHER
+from trueup.models.drafters import make_drafter
 from trueup.models.generate import MODEL
 from trueup.models.glm4_moe_lite import Glm4MoeLite
 from trueup.models.ledger_command import rounds
+
+SPARSE = "glm-5-nano"
+INDEXER, SPARSE_ATTENTION = "npu_lightning_indexer", "npu_sparse_flash_attention"
 
 
 @pytest.fixture(scope="module")
 def llm():
     return LLM.from_pretrained(MODEL, progress=False)
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    return LLM.from_pretrained(SPARSE, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +67,39 @@ def drafted(llm):
     return led
 
 
-def letters(config):
-    """Letter to size, from the config alone."""
-    return {
+@pytest.fixture(scope="module")
+def sparse_rounds(sparse):
+    """The sparse model, with drafts: prompts shorter and longer than its top-k of 64, in every mode."""
+    engine = Engine(sparse.model, EngineConfig(num_pages=17, prefill_tokens=70), make_drafter("mtp", sparse.model, 2))
+    with ledger.record(engine) as led:
+        for length, speculate in ((3, True), (100, True), (2, False)):
+            engine.add(list(range(16, 16 + length)), SamplingParams(9, ignore_eos=True, speculate=speculate))
+            engine.step()
+        for _ in range(3):
+            engine.step()
+    return led
+
+
+def letters(config, owner=""):
+    """Letter to size in a part of the model, from the config alone."""
+    sizes = {
         "H": config.hidden_size, "N": config.num_attention_heads, "E": config.n_routed_experts,
         "K": config.num_experts_per_tok, "R": config.kv_lora_rank, "Rq": config.q_lora_rank,
         "Dn": config.qk_nope_head_dim, "Dr": config.qk_rope_head_dim, "Dv": config.v_head_dim, "P": 128,
     }
+    if config.indexer:
+        sizes |= {"Ni": config.indexer.heads, "Di": config.indexer.head_dim}
+        if "attention" in owner:
+            sizes["K"] = config.indexer.topk
+        if owner.endswith("indexer"):
+            del sizes["N"]  # rope knows no index heads: it turns Ni of them in a query, one in a key
+    return sizes
 
 
 def check_letters(led, config):
-    sizes = letters(config)
     seen = set()
     for call in led.calls:
+        sizes = letters(config, call.owner)
         assert not call.disagreements and not call.error
         for tensor in call.operands + call.results:
             for axis in tensor.axes:
@@ -104,6 +133,29 @@ def test_the_mtp_layer_too(drafted, llm):
     assert drafted.only("mtp.0.decoder.attention", "npu_fused").calls[0].mode is Mode.DRAFT_EXTEND
 
 
+def test_the_sparse_model_in_every_mode_that_it_has(sparse_rounds, sparse):
+    assert {s.mode for call in sparse_rounds.calls for s in call.layout.segments} == set(Mode) - {Mode.IDLE}
+    seen = check_letters(sparse_rounds, sparse.model.config)
+    assert seen >= {*letters(sparse.model.config), "T", "B", "S", "pages", "max_pages"}
+    chosen = sparse_rounds.only(operator=SPARSE_ATTENTION).calls
+    assert {o.axes[1].count for call in chosen for o in call.operands if o.name == "query"} == {"5 of 8"}
+    assert {call.mode for call in chosen} == set(Mode) - {Mode.IDLE}
+    # Short prompts attend to everything.
+    assert {call.mode for call in sparse_rounds.only(operator="npu_fused").calls} == {Mode.PREFILL}
+
+
+def test_index_keys_are_written_and_read_in_their_own_pools(sparse_rounds):
+    writes, reads = (sparse_rounds.only(operator=name).calls for name in ("npu_scatter_nd_update_", INDEXER))
+    for call, name in [*((c, "input") for c in writes), *((c, "key") for c in reads)]:
+        (pool,) = (o for o in call.operands if o.name == name)
+        part = call.owner.split(".")
+        assert pool.source == f"pools.index[{part[1] if part[0] == 'layers' else 3}]"
+        assert [axis.name for axis in pool.axes if axis.name != "1"] == ["pages", "P", "Di"]
+        assert pool.written == (name == "input")
+    assert {call.owner for call in reads} == {call.owner for call in writes} >= {
+        "layers.0.attention.indexer", "mtp.0.decoder.attention.indexer"}
+
+
 @pytest.mark.parametrize("nope, v, heads", [(192, 256, 20), (128, 128, 128)])
 def test_other_geometries_take_other_forms_of_attention(llm, nope, v, heads):
     base = ModelConfig.from_folder(zoo.path(MODEL))
@@ -133,8 +185,8 @@ def test_owners_are_modules_and_sources_are_their_parameters(mixed, llm):
     assert {"layers.0.input_norm.weight", "layers.1.mlp.gate_up", "layers.2.attention.w_uv", "norm.weight"} <= used
 
 
-def test_each_declared_parameter_ending_exists_and_rows_of_one_ending_have_one_rank(llm):
-    names = [name for name, _ in llm.model.named_parameters()]
+def test_each_declared_parameter_ending_exists_and_rows_of_one_ending_have_one_rank(llm, sparse):
+    names = [name for model in (llm.model, sparse.model) for name, _ in model.named_parameters()]
     for ending in PARAMETER_AXES:
         assert any(name == ending or name.endswith(f".{ending}") for name in names), ending
 
@@ -172,16 +224,20 @@ class Tensors(TorchDispatchMode):
         return result
 
 
-@pytest.fixture(scope="module")
-def walked(llm):
+def walk(llm, prompts):
     """The last of three decoding requests through its second decode step: the ledger's trail, and the tensors."""
     engine = Engine(llm.model, EngineConfig(num_pages=9))
-    ids = [engine.add(llm.tokenizer.encode(p), SamplingParams(max_tokens=9, ignore_eos=True)) for p in TOGETHER]
+    ids = [engine.add(p, SamplingParams(max_tokens=9, ignore_eos=True)) for p in prompts]
     engine.step()
     engine.step()
     with Tensors() as seen, ledger.record(engine) as led:
         layout = engine.step().layout
     return led, led.follow(ids[2]), seen.calls, layout, ids[2]
+
+
+@pytest.fixture(scope="module")
+def walked(llm):
+    return walk(llm, [llm.tokenizer.encode(p) for p in TOGETHER])
 
 
 def part(stop, calls):
@@ -224,6 +280,24 @@ def test_the_followed_rows_hold_what_they_must(walked):
     rows, scales = at(back, "expanded_permuted_rows", owner=mlp), at(back, "scales", owner=mlp)
     total = at(back, "skip1", owner=mlp) + (rows * scales[:, None]).sum(0)
     assert torch.allclose(at(back, "out", True, owner=mlp), total, rtol=1e-4, atol=1e-5)
+
+
+def test_the_followed_rows_of_sparse_attention(sparse):
+    led, trail, calls, layout, request = walk(sparse, [[5], [6, 7], list(range(16, 116))])
+    (row,) = layout.token_rows[request]
+    position, owner = layout.positions[row], "layers.1.attention.indexer"
+    stops = {(stop.call.owner, stop.call.operator, stop.operand.name): stop for stop in trail.stops}
+    assert {stop.call.number for stop in trail.stops} == {call.number for call in led.calls}
+
+    def at(operator, name, owner=owner):
+        return part(stops[owner, operator, name], calls).squeeze()
+
+    written = at("npu_scatter_nd_update_", "updates")
+    assert torch.equal(written, at("npu_scatter_nd_update_", "output")) and written.any()
+    assert torch.equal(written, at(INDEXER, "key")) and at(INDEXER, "actual_seq_lengths_key") == position + 1
+    chosen = at(INDEXER, "sparse_indices")
+    assert len(set(chosen.tolist())) == 64 and chosen.min() >= 0 and chosen.max() <= position == 101
+    assert torch.equal(chosen, at(SPARSE_ATTENTION, "sparse_indices", "layers.1.attention"))
 
 
 def test_the_trail_visits_every_call_and_reports_the_integers_that_are_there(walked):
@@ -309,3 +383,18 @@ def test_a_drafters_calls_are_listed_too(capsys):
     assert main(["ledger", "def f(x):", "--spec", "eagle3"]) == 0
     out = capsys.readouterr().out
     assert "drafter, draft" in out and "drafter.post_norm" in out
+
+
+def test_the_sparse_model(capsys):
+    out = run(capsys, "--model", SPARSE, "--layer", "1")
+    assert out.startswith("round 2: decode 3 of 4 requests; 3 of 4 token rows\n")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    for line in ("query [T 3 of 4, Ni 16, Di 128] float32", "→ sparse_indices [T 3 of 4, 1, K 64] int32",
+                 "key [pages 129, P 128, 1, Di 128] float32, pools.index[1]",
+                 "query [T 3 of 4, N 5 of 8, R 512] float32"):
+        assert line in lines
+    diff = run(capsys, "--model", SPARSE, "--layer", "1", "--diff", "3")
+    assert "[B 3 of 4] [12, 11, 7, 1] -> [B 3 of 4] [13, 12, 8, 1]   actual_seq_lengths_kv" in diff
+    drafted = run(capsys, "--model", SPARSE, "--spec", "mtp", "--round", "3")
+    assert "verify 3 of 4 requests; 12 of 16 token rows" in drafted
+    assert "mtp.0.decoder.attention.indexer, draft\n" in drafted

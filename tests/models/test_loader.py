@@ -1,4 +1,4 @@
-"""load_weights on synthetic checkpoints and on one that transformers wrote."""
+"""load_weights on synthetic checkpoints and on one that transformers wrote.  fp8: test_fp8.py."""
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from models import tiny_checkpoint
+from trueup.models import load_model
 from trueup.models.checkpoint import expected_tensors
 from trueup.models.config import ModelConfig
 from trueup.models.loader import load_weights
@@ -142,7 +144,8 @@ def test_all_differences_are_in_one_error(tmp_path):
     assert f"2 missing: model.norm.weight, {EXPERT}\n" in message
     assert "1 unexpected: model.layers.0.mlp.gate.weight\n" in message
     assert "1 of another shape: lm_head.weight is [8, 24], expected [24, 8]\n" in message
-    assert "1 of a dtype that is not read (only BF16, F16, F32, F64 are): model.embed_tokens.weight is I8" in message
+    unread = "1 of a dtype that is not read (only BF16, F16, F32, F64, F8_E4M3 are): model.embed_tokens.weight is I8"
+    assert unread in message
 
 
 def test_long_lists_are_cut_with_a_count(tmp_path):
@@ -193,6 +196,19 @@ def test_one_lost_mtp_tensor_is_not_taken_for_an_absent_layer(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     message = refusal(tmp_path)
     assert "1 missing: model.layers.3.eh_proj.weight" in message and "num_nextn_predict_layers" not in message
+
+
+def test_the_mtp_layers_copies_make_no_difference(tmp_path):
+    """GLM-5 is published with copies of embedding and head in its MTP layer, GLM-5.2 without."""
+    raw = tiny_checkpoint.raw_config("glm-5")
+    tensors = tiny_checkpoint.random_tensors(ModelConfig.from_hf(raw))
+    copies = {"model.layers.2.shared_head.head.weight", "model.layers.2.embed_tokens.weight"}
+    assert copies <= tensors.keys()
+    without = {name: t for name, t in tensors.items() if name not in copies}
+    folders = [tiny_checkpoint.write(tmp_path / str(len(held)), raw, held) for held in (tensors, without)]
+    (main, mtp), again = (tiny_checkpoint.logits(load_model(f, dtype="float32", progress=False)) for f in folders)
+    assert torch.equal(main, again[0]) and torch.equal(mtp, again[1])
+    assert mtp.isfinite().all() and mtp.std() > 0.1 and not torch.equal(main, mtp)
 
 
 def test_a_model_that_does_not_take_every_tensor_is_refused(tmp_path):

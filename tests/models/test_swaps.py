@@ -4,28 +4,23 @@ Rope halves and pairs, sin and cos, latent and rope, TND and BSND, cumulative an
 have legal shapes.  A chunked prompt, a ragged batch of decodes and an MTP step run with one call changed; the contract
 or a shape check refuses it, or the logits leave those of the unchanged run by far more than the oracle tests allow.
 """
-from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.change import Arguments, Change, Swap
 from trueup.core.cache import Pools
 from trueup.core.layout import Mode
 from trueup.core.ops.contract import ContractError
-from trueup.core.ops.registry import name_of
 from trueup.core.pages import PagePool
 from trueup.core.planning import Work, plan
 from trueup.core.view import input_ids, materialise
 from trueup.models import load_model
 
 NOTICED = 1e-3  # of the logit scale; the oracle tests allow 1e-4, and two right runs differ by 1e-6
-Arguments = dict[str, Any]
-Swap = Callable[[Arguments], Arguments | None]  # what to replace; None: not applicable to this call
 
 
 def halves_and_pairs(x: Tensor) -> Tensor:
@@ -126,33 +121,6 @@ SWAPS: dict[str, dict[str, Swap]] = {
     "npu_rms_norm": {},
     "npu_moe_gating_top_k": {},
 }
-
-
-class Change(TorchDispatchMode):
-    """Counts operator calls, and applies one swap to the call of one number."""
-
-    def __init__(self, number: int | None = None, swap: Swap | None = None) -> None:
-        super().__init__()
-        self.number, self.swap, self.applied = number, swap, False
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace != "npu":
-            return func(*args, **kwargs)
-        self.calls.append(name_of(func))
-        if len(self.calls) - 1 != self.number or self.swap is None:
-            return func(*args, **kwargs)
-        schema = func._schema.arguments
-        given = {a.name: a.default_value for a in schema}
-        given |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-        replaced = self.swap(given)
-        if replaced is None:
-            return func(*args, **kwargs)
-        self.applied = True
-        given |= replaced
-        by_place = [a.name for a in schema if not a.kwarg_only]
-        return func(*(given[n] for n in by_place), **{a.name: given[a.name] for a in schema if a.kwarg_only})
 
 
 @pytest.fixture(scope="module")

@@ -170,6 +170,8 @@ PLAIN_IS_WRONG = [
 
 
 def scatter_nd(r: Random) -> Call:
+    if r.random() < 0.1:
+        return pages(r)
     rank = r.randint(1, 4)
     shape, depth = [r.randint(1, 5) for _ in range(rank)], r.randint(1, rank)
     if r.random() < 0.3:
@@ -186,9 +188,10 @@ def scatter_nd(r: Random) -> Call:
         input = input.repeat_interleave(2, -1)[..., ::2]
     places = list(itertools.product(*map(range, shape[:depth])))
     chosen = r.sample(places, r.randint(0, len(places)))
-    padding = r.choice((0, 0, 2, 3))  # padded rows may share index 0: with the same values, since any may stay
+    padding = r.choice((0, 0, 2, 3))  # padded rows may share row 0, or a place of page 0: any of their values may stay
     if padding:
-        chosen = [place for place in chosen if any(place)] + [places[0]] * padding
+        shared = r.choice([place for place in places if place[0] == 0])
+        chosen = [place for place in chosen if place != shared] + [shared] * padding
     indices = torch.tensor(chosen, dtype=r.choice((torch.int32, torch.int64))).reshape(-1, depth)
     updates = draw(len(chosen), *shape[depth:])
     updates[len(chosen) - padding :] = draw(*shape[depth:])
@@ -216,6 +219,13 @@ def matrix(r: Random) -> Call:
     return dict(input=floats(r, 6, 4), indices=torch.tensor([[2, 1], [5, 0]]), updates=floats(r, 2))
 
 
+def pages(r: Random) -> Call:
+    """A cache by page and offset: rows on pages 3 and 2, and two padded ones at one place of the dummy page."""
+    padded = floats(r, 1, 8)
+    return dict(input=floats(r, 4, 2, 8), indices=torch.tensor([[3, 0], [3, 1], [2, 0], [0, 1], [0, 1]]),
+                updates=torch.cat([floats(r, 3, 8), padded, padded]))
+
+
 def index(*values: int):
     return lambda c: {"indices": torch.tensor(values).reshape(c["indices"].shape)}
 
@@ -232,6 +242,7 @@ ND_IS_WRONG = [
     Wrong("-1", index(-1, 2), "RELATION", "-1 in column 0(.*\n)*.*SB-09(.*\n)*.*scatter-minus-one", cache_rows),
     Wrong("a row twice", index(5, 5), "RELATION", "5 twice", cache_rows),
     Wrong("an element twice", index(2, 1, 2, 1), "RELATION", r"\(2, 1\) twice", matrix),
+    Wrong("a place of page 3 twice", index(3, 0, 3, 0, 2, 0, 0, 1, 0, 1), "RELATION", r"\(3, 0\) twice", pages),
     Wrong("nine axes", lambda c: {"input": c["input"][(None,) * 7], "indices": torch.zeros(1, 1, dtype=torch.int64),
                                   "updates": c["input"][(None,) * 7]}, "SIZE", "1 to 8 axes", cache_rows),
     Wrong("fp64", lambda c: {n: c[n].double() for n in ("input", "updates")}, "DTYPE", "bool, int64 or int8",

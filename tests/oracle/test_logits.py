@@ -7,14 +7,10 @@ import pytest
 import torch
 from transformers import Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM
 
-from trueup.core.cache import Pools
+from oracle.batch import TOLERANCE, Batch, library_model, ours
 from trueup.core.engine import Engine, EngineConfig
 from trueup.core.layout import Mode
-from trueup.core.pages import PagePool
-from trueup.core.planning import Work, plan
 from trueup.core.sampling import SamplingParams
-from trueup.core.view import input_ids, materialise
-from trueup.models import load_model
 
 COMMON = dict(
     vocab_size=512, intermediate_size=128, moe_intermediate_size=32, n_shared_experts=1, num_experts_per_tok=2,
@@ -31,26 +27,13 @@ GEOMETRIES = {
                    qk_nope_head_dim=64, v_head_dim=128, n_routed_experts=16, n_group=4, topk_group=2),
 }
 LENGTHS = (131, 1, 40, 128, 17)  # around a page, and the shortest
-TOLERANCE = 3e-5  # of the logit scale; the library's own cached and uncached runs differ by a third of it
 
 
 @pytest.fixture(scope="module", params=GEOMETRIES)
 def pair(request, tmp_path_factory):
     """(the library's model, ours loaded from the folder that it wrote)."""
-    torch.manual_seed(0)
-    oracle = Glm4MoeLiteForCausalLM(Glm4MoeLiteConfig(**{**COMMON, **GEOMETRIES[request.param]})).eval()
-    oracle.set_experts_implementation("eager")
-    with torch.no_grad():  # default initialisation makes tiny models nearly constant, which hides bugs
-        for name, value in [*oracle.named_parameters(), *oracle.named_buffers()]:
-            if "correction_bias" in name:
-                value.normal_(std=0.3)
-            elif "norm" in name:
-                value.normal_(1.0, 0.1)
-            elif value.ndim >= 2:
-                value.normal_(std=1.5 * value.shape[-1] ** -0.5)
-    folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
-    oracle.save_pretrained(folder, max_shard_size="500KB")  # sharded, with an index
-    return oracle, load_model(folder, dtype="float32", progress=False)
+    oracle = library_model(Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig(**{**COMMON, **GEOMETRIES[request.param]}))
+    return oracle, ours(oracle, tmp_path_factory.mktemp(request.param.replace(" ", "_")))
 
 
 @pytest.fixture(scope="module")
@@ -60,36 +43,6 @@ def sequences(pair):
     ids = [torch.randint(2, 512, (n,), generator=generator) for n in LENGTHS]
     with torch.no_grad():
         return [(i.tolist(), pair[0](i[None]).logits[0]) for i in ids]
-
-
-class Batch:
-    """Requests of one test and the pools they live in; ``feed`` runs one forward."""
-
-    def __init__(self, model, sequences, buckets=(8,)):
-        self.model, self.ids, self.buckets = model, [ids for ids, _ in sequences], buckets
-        pool = PagePool(16, 128)
-        self.pools = Pools(model.cache_spec, pool)
-        self.pages = [pool.allocate(pool.pages_for(len(ids))) for ids in self.ids]
-        self.done = [0] * len(self.ids)
-        self.logits = [[] for _ in self.ids]
-
-    @torch.inference_mode()
-    def feed(self, lengths, mode, rows=None):
-        """Run ``lengths[r]`` further tokens of each request r; zero leaves it out."""
-        work = [Work(r, mode, self.done[r], n, self.pages[r]) for r, n in enumerate(lengths) if n]
-        layout = plan(work, page_size=128, buckets=self.buckets, rows=rows)
-        tokens = {w.request: self.ids[w.request][w.start : w.start + w.length] for w in work}
-        hidden = self.model.forward(
-            input_ids(layout, tokens, torch.device("cpu")).tensor, materialise(layout, self.pools), self.pools
-        )
-        logits = self.model.logits(hidden)
-        for w in work:
-            rows = layout.token_rows[w.request]
-            self.logits[w.request].append(logits[rows.start : rows.stop])
-            self.done[w.request] += w.length
-
-    def left(self):
-        return [len(ids) - done for ids, done in zip(self.ids, self.done, strict=True)]
 
 
 def assert_equal(batch, sequences):

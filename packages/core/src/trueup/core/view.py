@@ -30,6 +30,7 @@ class SegmentView:
     block_table: Tensor  # [Bp, max_pages] int32
     prefix_slots: Tensor  # [sum of prefixes] int64; empty for the absorbed form, which reads pages
     slots: Tensor  # [T] int64
+    places: Tensor  # [T, 2] int64, the same as page and offset
     mask: Tensor | None  # [2048, 2048] bool where a request has several query rows
 
 
@@ -77,6 +78,7 @@ def _segment(s: Segment, page_size: int, device: torch.device) -> SegmentView:
         for row, length in zip(s.pages, s.prefix_lens, strict=True)
         for position in range(length if s.form is Form.EXPANDED else 0)
     ]
+    slots = s.slots[: s.operator_tokens]
     return SegmentView(
         segment=s,
         rows=slice(s.first_row, s.first_row + s.operator_tokens),
@@ -87,6 +89,7 @@ def _segment(s: Segment, page_size: int, device: torch.device) -> SegmentView:
         kv_lens_device=int32(s.kv_lens),  # [Bp]
         block_table=int32(s.pages),  # [Bp, max_pages]
         prefix_slots=int64(prefix),  # [S]
-        slots=int64(s.slots[: s.operator_tokens]),  # [T]
+        slots=int64(slots),  # [T]
+        places=int64([divmod(slot, page_size) for slot in slots]),  # [T, 2]
         mask=causal_mask(device) if s.width > 1 else None,  # [2048, 2048]
     )

@@ -1,4 +1,4 @@
-"""trueup-models: GLM-4.7-Flash on trueup-core, from a checkpoint folder to text."""
+"""trueup-models: GLM-4.7-Flash, GLM-5 and DeepSeek-V3.2 on trueup-core, from a checkpoint folder to text."""
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -7,6 +7,7 @@ PARAMETER_AXES = {
     "weight": "H",  # every norm but the next two
     "q_norm.weight": "Rq",
     "kv_norm.weight": "R",
+    "indexer.k_norm.weight": "Di",
     "w_uk": "N Dn R",
     "w_uv": "N R Dv",
     "mlp.bias": "E",

@@ -10,6 +10,7 @@ from trueup.core.ops.load import load
 from trueup.models import zoo
 from trueup.models.config import ModelConfig
 from trueup.models.glm4_moe_lite import Glm4MoeLite
+from trueup.models.glm_moe_dsa import GlmMoeDsa
 from trueup.models.loader import load_weights
 from trueup.models.receivers import receivers
 
@@ -35,13 +36,18 @@ def load_model(
     load()
     where = pick_device(device)
     with torch.device("meta"), _default_dtype(pick_dtype(dtype, where, config.dtype)):
-        model = Glm4MoeLite(config)
+        model = model_class(config)(config)
     model.to_empty(device=where).requires_grad_(False).eval()
     for parameter in model.parameters():
         parameter.fill_(float("nan"))
     load_weights(receivers(model), folder, config, progress=progress)
     _refuse_nan(model, folder)
     return model
+
+
+def model_class(config: ModelConfig) -> type[Glm4MoeLite]:
+    """Dense or sparse attention."""
+    return GlmMoeDsa if config.indexer else Glm4MoeLite
 
 
 @contextmanager

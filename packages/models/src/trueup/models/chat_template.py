@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trueup.models.delta import folders_of
+
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
@@ -31,7 +33,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """``chat_template.jinja`` of a folder, else ``chat_template`` in its ``tokenizer_config.json``.
+    """``chat_template.jinja`` of a folder, else ``chat_template`` in its ``tokenizer_config.json``; else its base's.
 
     Raises:
         ValueError: the folder has neither, or the template is not valid jinja.
@@ -59,16 +61,17 @@ class ChatTemplate:
 
 
 def _read(folder: Path) -> tuple[Path, str]:
-    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if file.is_file():
-        return file, file.read_text(encoding="utf-8")
-    if config.is_file():
-        try:
-            found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{config}: not a JSON object ({error})") from None
-        if isinstance(found, str):
-            return config, found
+    for place in folders_of(folder):
+        file, config = place / "chat_template.jinja", place / "tokenizer_config.json"
+        if file.is_file():
+            return file, file.read_text(encoding="utf-8")
+        if config.is_file():
+            try:
+                found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{config}: not a JSON object ({error})") from None
+            if isinstance(found, str):
+                return config, found
     raise ValueError(
         f"{folder}: no chat template there, neither chat_template.jinja nor chat_template in tokenizer_config.json; "
         "copy one from the model's publisher, or send a plain prompt"

@@ -80,6 +80,15 @@ def _decoder_layer(c: ModelConfig, layer: int) -> dict[str, Expected]:
         "self_attn.kv_b_proj.weight": Expected((N * (Dn + Dv), R)),
         "self_attn.o_proj.weight": Expected((H, N * Dv)),
     }
+    if c.indexer and c.indexer.full[layer]:
+        Ni, Di = c.indexer.heads, c.indexer.head_dim
+        tensors |= {
+            "self_attn.indexer.wq_b.weight": Expected((Ni * Di, Rq)),
+            "self_attn.indexer.wk.weight": Expected((Di, H)),
+            "self_attn.indexer.k_norm.weight": Expected((Di,)),
+            "self_attn.indexer.k_norm.bias": Expected((Di,)),
+            "self_attn.indexer.weights_proj.weight": Expected((Ni, H)),
+        }
     if not c.moe_layers[layer]:
         return tensors | _mlp("mlp.", H, c.intermediate_size)
     tensors["mlp.gate.weight"] = Expected((c.n_routed_experts, H))

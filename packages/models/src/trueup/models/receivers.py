@@ -9,7 +9,11 @@ from typing import cast
 from torch import Tensor
 
 from trueup.core.layers.mlp import MLP
-from trueup.models.glm4_moe_lite import Attention, DecoderLayer, Glm4MoeLite, MtpLayer
+from trueup.models.decoder import Attention, DecoderLayer
+from trueup.models.glm4_moe_lite import Glm4MoeLite
+from trueup.models.glm_moe_dsa import SparseAttention
+from trueup.models.indexer import Indexer
+from trueup.models.mtp import MtpLayer
 
 Receivers = dict[str, Callable[[Tensor], object]]
 
@@ -48,6 +52,8 @@ def _decoder_layer(at: str, layer: DecoderLayer) -> Receivers:
         at + "self_attn.kv_b_proj.weight": lambda weight: _kv_b(a, weight),
         at + "self_attn.o_proj.weight": a.o.data.copy_,
     }
+    if isinstance(a, SparseAttention) and a.indexer:
+        out |= _indexer(at + "self_attn.indexer.", a.indexer)
     if isinstance(mlp, MLP):
         return out | _mlp(at + "mlp.", mlp.gate_up.data, mlp.down.data)
     out[at + "mlp.gate.weight"] = mlp.gate.data.copy_
@@ -55,6 +61,16 @@ def _decoder_layer(at: str, layer: DecoderLayer) -> Receivers:
     for e in range(mlp.routing.experts):
         out |= _mlp(f"{at}mlp.experts.{e}.", mlp.gate_up.data[e].T, mlp.down.data[e].T)
     return out | _mlp(at + "mlp.shared_experts.", mlp.shared.gate_up.data, mlp.shared.down.data)
+
+
+def _indexer(at: str, indexer: Indexer) -> Receivers:
+    return {
+        at + "wq_b.weight": indexer.q_b.data.copy_,
+        at + "wk.weight": indexer.k.data.copy_,
+        at + "k_norm.weight": indexer.k_norm.weight.data.copy_,
+        at + "k_norm.bias": indexer.k_norm.bias.data.copy_,
+        at + "weights_proj.weight": indexer.weights.data.copy_,
+    }
 
 
 def _kv_b(a: Attention, weight: Tensor) -> None:

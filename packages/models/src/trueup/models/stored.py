@@ -1,10 +1,11 @@
 """What a checkpoint folder holds: name, file, shape and dtype of every tensor, from the headers alone."""
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 
 class Stored(NamedTuple):
@@ -18,7 +19,8 @@ class Stored(NamedTuple):
 def stored_tensors(folder: str | Path) -> dict[str, Stored]:
     """Read every header of ``model.safetensors``, or of the shards in ``model.safetensors.index.json``.
 
-    With both there, the single file counts, as in transformers.
+    With both there, the single file counts, as in transformers.  Of a delta these are only what differs from its
+    base (:func:`trueup.models.delta.all_tensors` joins them).
 
     Raises:
         ValueError: no such files, a damaged or absent one, or an index that disagrees with its shards.
@@ -35,6 +37,18 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
         + (f"; found {listed(found)}" if found else "")
         + ". Expected a Hugging Face checkpoint folder: download it whole, and convert other formats to safetensors"
     )
+
+
+def read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors and their names, file by file.
+
+    Each is a view of its mapped file, of which one is open at a time: to keep a tensor is to keep its whole file.
+    """
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                if name in stored and stored[name].file == file:
+                    yield name, tensors.get_tensor(name)
 
 
 def listed(names: Iterable[str], most: int = 10, separator: str = ", ") -> str:

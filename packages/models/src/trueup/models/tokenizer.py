@@ -8,6 +8,7 @@ import tokenizers
 
 from trueup.models.chat_template import ChatTemplate
 from trueup.models.config import ModelConfig
+from trueup.models.delta import folders_of
 from trueup.models.text_stream import TextStream
 
 
@@ -22,13 +23,13 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, config: ModelConfig) -> "Tokenizer":
-        """Read ``tokenizer.json``; the stop ids are the config's.
+        """Read ``tokenizer.json``, of a delta its base's if it has none; the stop ids are the config's.
 
         Raises:
             ValueError: no such file, a damaged one, or one that is not byte-level.
         """
-        file = Path(folder) / "tokenizer.json"
-        if not file.is_file():
+        file = next((file for place in folders_of(folder) if (file := place / "tokenizer.json").is_file()), None)
+        if file is None:
             raise ValueError(f"{folder}: no tokenizer.json there; expected a Hugging Face checkpoint folder")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -65,7 +66,7 @@ class Tokenizer:
         """
         found = self._tokenizer.token_to_id(token)
         if found is None:
-            raise ValueError(f"{self.folder / 'tokenizer.json'} has no token {token!r}; expected one like '<|user|>'")
+            raise ValueError(f"{self.folder}: tokenizer.json has no token {token!r}; expected one like '<|user|>'")
         return found
 
     def stream(self) -> TextStream:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from trueup.core.attention.absorbed import absorbed
 from trueup.core.attention.expanded import expanded
+from trueup.core.attention.sparse import sees_all, sparse
 from trueup.core.cache import Pools
 from trueup.core.layers.norm import RMSNorm
 from trueup.core.layout import Form
+from trueup.core.rows import Rows
 from trueup.core.view import DeviceView, SegmentView
 
 
@@ -36,15 +38,18 @@ def mla_attention(
     view: DeviceView,
     pools: Pools,
     layer: int,
+    chosen: Rows | None = None,
 ) -> Float[Tensor, "Tp N Dv"]:
-    """Attention output per head; rows that belong to no request (TRIM) are zero."""
+    """Per head, over all before a row or the positions ``chosen`` [Tp, 1, K]; rows of no request (TRIM) are zero."""
     q_rope = torch.ops.npu.npu_interleave_rope(q_rope.unsqueeze(2), cos, sin).squeeze(2)  # [Tp, N, Dr]
     out = q_nope.new_zeros(*q_nope.shape[:2], up.w_uv.shape[2])  # [Tp, N, Dv]
     for seg in view.segments:
         rows = seg.rows
         new = write_cache(kv[rows], norm, cos[rows], sin[rows], seg, pools, layer)  # [T, R], [T, Dr]
         q = (q_nope[rows], q_rope[rows])  # [T, N, Dn], [T, N, Dr]
-        if seg.segment.form is Form.ABSORBED:
+        if chosen is not None and not sees_all(seg, chosen):
+            out[rows] = sparse(*q, *up, scale, view, seg, chosen, pools.latent[layer], pools.rope[layer])  # [T, N, Dv]
+        elif seg.segment.form is Form.ABSORBED:
             out[rows] = absorbed(*q, *up, scale, seg, *pools.paged(layer))  # [T, N, Dv]
         else:
             prefix = pools.gather(layer, seg.prefix_slots)  # [S, R], [S, Dr]

@@ -124,7 +124,7 @@ def _difference(before: Operand | None, after: Operand | None) -> tuple[str, str
     """The axes that changed, of two tensors with the same ones; else all of both."""
     if before is None or after is None:
         return _whole(before), _whole(after)
-    lengths = before.dtype == "host list" and before.values != after.values
+    lengths = _is_lengths(before) and before.values != after.values
     if before.axes == after.axes and before.dtype == after.dtype and not lengths:
         return None
     if lengths or before.dtype != after.dtype or _names(before.axes) != _names(after.axes):
@@ -136,7 +136,12 @@ def _difference(before: Operand | None, after: Operand | None) -> tuple[str, str
 def _whole(operand: Operand | None) -> str:
     if operand is None:
         return "absent"
-    return f"{operand.shape} {list(operand.values or ()) if operand.dtype == 'host list' else operand.dtype}"
+    return f"{operand.shape} {list(operand.values or ()) if _is_lengths(operand) else operand.dtype}"
+
+
+def _is_lengths(operand: Operand) -> bool:
+    """One number a request, on the host or on the device."""
+    return operand.dtype == "host list" or (operand.values is not None and _names(operand.axes) == ["B"])
 
 
 def _names(axes: tuple[Axis, ...]) -> list[str]:

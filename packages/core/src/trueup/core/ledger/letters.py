@@ -39,6 +39,24 @@ class Declared(NamedTuple):
     known: tuple[Axis, ...] | None
 
 
+def declared(letters: str, shape: Sequence[int]) -> tuple[Axis, ...] | None:
+    """The axes of a parameter or cache, which hold no padding; None where ``letters`` are not one for each axis.
+
+    >>> declared("H 2I", (8, 6))
+    (Axis(name='H', size=8, real=8), Axis(name='2I', size=6, real=6))
+    """
+    names = letters.split()
+    return tuple(map(Axis, names, shape, shape)) if len(names) == len(shape) else None
+
+
+def seen_as(shape: Sequence[int], axes: tuple[Axis, ...]) -> tuple[Axis, ...] | None:
+    """Known axes of a tensor that is handed over in this shape: all, or those that are not 1; None in other shapes."""
+    for seen in (axes, tuple(axis for axis in axes if axis.name != "1")):
+        if tuple(axis.size for axis in seen) == tuple(shape):
+            return seen
+    return None
+
+
 def is_letter(name: str) -> bool:
     """Whether ``name`` is one letter or word, not a number, an expression or '?'."""
     return name.isidentifier()

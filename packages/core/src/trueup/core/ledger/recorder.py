@@ -15,13 +15,15 @@ from trueup.core.engine import Engine
 from trueup.core.layout import Layout
 from trueup.core.ledger.book import Ledger
 from trueup.core.ledger.entries import Call, Operand, Step
-from trueup.core.ledger.letters import Axis, Declared, resolve
+from trueup.core.ledger.letters import Axis, Declared, declared, resolve, seen_as
 from trueup.core.ops.axes import Signature, signature
 from trueup.core.ops.registry import name_of
 from trueup.core.view import DeviceView, SegmentView
 
 MOST_VALUES = 16384  # integer tensors are kept up to this size
 NOTHING = Signature({}, (), frozenset(), frozenset(), {})
+# A cache is also written by operators that take any tensor, and have no letters for it.
+POOLS = {"latent": "pages P 1 R", "rope": "pages P 1 Dr", "index": "pages P 1 Di", "key": "", "value": ""}
 
 
 @contextmanager
@@ -101,14 +103,12 @@ class _Recorder(TorchDispatchMode):
     # What is told to the recorder before and around the calls.
 
     def know_parameters(self, model: Any, owner: str = "") -> None:
-        declared: Mapping[str, str] = getattr(model, "parameter_axes", {})
+        letters: Mapping[str, str] = getattr(model, "parameter_axes", {})
         parameters = model.named_parameters(owner) if isinstance(model, nn.Module) else ()
         for name, tensor in parameters:
             parts = name.split(".")
             endings = (".".join(parts[i:]) for i in range(len(parts)))
-            letters = next((declared[ending].split() for ending in endings if ending in declared), [])
-            fits = len(letters) == tensor.dim()
-            axes = tuple(Axis(letter, n, n) for letter, n in zip(letters, tensor.shape, strict=True)) if fits else None
+            axes = declared(next((letters[ending] for ending in endings if ending in letters), ""), tensor.shape)
             self._given[tensor.data_ptr()] = _Known(weakref.ref(tensor), name, axes)
             widths = self._widths.setdefault(name.rpartition(".")[0], {})
             widths |= {axis.name: axis.size for axis in axes or ()}
@@ -116,9 +116,11 @@ class _Recorder(TorchDispatchMode):
     def know_pools(self, engine: Engine) -> None:
         # The target's last: an MTP layer drafts from the very same pools.
         for pools, owner in ((getattr(engine.drafter, "pools", None), "drafter."), (engine.pools, "")):
-            for kind in ("latent", "rope", "key", "value"):
-                for layer, tensor in enumerate(getattr(pools, kind, ())):
-                    self._given[tensor.data_ptr()] = _Known(weakref.ref(tensor), f"{owner}pools.{kind}[{layer}]", None)
+            for kind, letters in POOLS.items():
+                layers = getattr(pools, kind, ())
+                for layer, tensor in layers.items() if isinstance(layers, dict) else enumerate(layers):
+                    name = f"{owner}pools.{kind}[{layer}]"
+                    self._given[tensor.data_ptr()] = _Known(weakref.ref(tensor), name, declared(letters, tensor.shape))
 
     def round(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around Engine.step."""
@@ -185,7 +187,7 @@ class _Recorder(TorchDispatchMode):
     def _operands(self, call: Call, form: Signature, pieces: "list[_Piece]") -> tuple[Operand, ...]:
         known = [self._lookup(piece.value) for piece in pieces]
         tensors = [
-            Declared(piece.shape, piece.letters, k.axes if k and k.axes and _sizes(k.axes) == piece.shape else None)
+            Declared(piece.shape, piece.letters, seen_as(piece.shape, k.axes) if k and k.axes else None)
             for piece, k in zip(pieces, known, strict=True)
         ]
         axes = resolve(tensors, call.batch, self._widths.get(call.owner, {}), form.sizes)
@@ -262,10 +264,6 @@ def _pieces(argument: str, value: Any, letters: tuple[str, ...] | None) -> list[
 def _integers(tensor: Tensor) -> tuple[int, ...] | None:
     integers = not tensor.is_floating_point() and tensor.dtype != torch.bool and not tensor.is_meta
     return tuple(tensor.flatten().tolist()) if integers and tensor.numel() <= MOST_VALUES else None
-
-
-def _sizes(axes: tuple[Axis, ...]) -> tuple[int, ...]:
-    return tuple(axis.size for axis in axes)
 
 
 def _own_methods(kind: type) -> list[str]:

@@ -11,8 +11,9 @@ unwritten in this form.  Behind ``where``: sizes that follow from others.  ``out
 they differ.
 
 Letters of this project: T token rows, B requests, N query heads, G key heads, K top-k, E experts, P page size, H
-hidden, I inner width of an MLP, R latent rank, D head width (Dn nope, Dr rope, Dv value), S rows sorted by expert (in
-attention: key rows).  ``width``, Din and Dout stand for whatever a caller's weights are wide: a ledger replaces them.
+hidden, I inner width of an MLP, R latent rank, D head width (Dn nope, Dr rope, Dv value), Ni index heads and Di their
+width, S rows sorted by expert (in attention: key rows).  ``width``, Din and Dout stand for whatever a caller's weights
+are wide: a ledger replaces them.
 """
 import re
 from collections.abc import Mapping

@@ -110,5 +110,9 @@ class ChainDrafter:
         self.layouts.append(layout)
         view = materialise(layout, self.pools)
         ids = input_ids(layout, tokens, self.pools.spec.device)  # [Tp]
-        out = self.model.forward(ids.tensor, for_layout(hidden, layout).tensor, view, self.pools)  # [Tp, H]
+        out = self._forward(ids.tensor, for_layout(hidden, layout).tensor, view)  # [Tp, H]
         return Rows(Kind.TOKEN, layout, out).by_request()
+
+    def _forward(self, next_tokens: Tensor, hidden: Tensor, view: DeviceView) -> Tensor:
+        """[Tp, H]; a drafter that carries more than hidden rows does it here."""
+        return self.model.forward(next_tokens, hidden, view, self.pools)

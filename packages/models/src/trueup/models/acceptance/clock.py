@@ -41,7 +41,7 @@ def speed(model: Any, spec: str, draft_tokens: int, prompts: Sequence[Sequence[i
         total += accepted
     seen: dict[str, list[float]] = defaultdict(list)
     if isinstance(drafter, ChainDrafter):
-        drafter.model.forward = _timed(seen, "draft", drafter.model.forward)  # type: ignore[method-assign]
+        drafter._forward = _timed(seen, "draft", drafter._forward)  # type: ignore[method-assign]
     tapped = model.forward_tapped  # plain forwards go through it, too
     try:
         model.forward_tapped = _timed(seen, "target", tapped)

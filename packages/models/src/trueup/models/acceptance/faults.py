@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trueup.core.layout import Mode
 from trueup.core.speculation.chain import ChainDrafter
-from trueup.models.drafters import MtpDraft
+from trueup.core.speculation.shared_choice import SharedChoiceDrafter
+from trueup.models.drafters import MtpDraft, SparseMtpDraft
 from trueup.models.eagle3 import Eagle3Head
 
 
@@ -35,9 +36,9 @@ def _teach(drafter: ChainDrafter, change: Callable[[Any], Any]) -> None:
 
 
 def _run(drafter: ChainDrafter, around: Callable[..., Tensor]) -> None:
-    """``around(forward, tokens, hidden, view, pools)`` instead of the draft model's forward."""
-    forward = drafter.model.forward
-    drafter.model.forward = lambda *args: around(forward, *args)  # type: ignore[method-assign]
+    """``around(forward, tokens, hidden, view)`` instead of the drafter's own forward."""
+    forward = drafter._forward
+    drafter._forward = lambda *args: around(forward, *args)  # type: ignore[method-assign]
 
 
 def _drafting(view: Any) -> bool:
@@ -71,12 +72,12 @@ def _standing_position(drafter: ChainDrafter) -> None:
         known[f.request] = f.start + f.kept - 1
         return f
 
-    def around(forward: Callable, tokens: Tensor, hidden: Tensor, view: Any, pools: Any) -> Tensor:
+    def around(forward: Callable, tokens: Tensor, hidden: Tensor, view: Any) -> Tensor:
         positions = view.positions.clone()
         if _drafting(view):
             for r, rows in view.layout.token_rows.items():
                 positions[rows.start] = known[r]
-        return forward(tokens, hidden, replace(view, positions=positions), pools)
+        return forward(tokens, hidden, replace(view, positions=positions))
     _teach(drafter, change)
     _run(drafter, around)
 
@@ -88,13 +89,15 @@ def _lengths_with_rejected(drafter: ChainDrafter) -> None:
         rejected[f.request] = len(f.next_tokens) - f.kept
         return f
 
-    def around(forward: Callable, tokens: Tensor, hidden: Tensor, view: Any, pools: Any) -> Tensor:
+    def around(forward: Callable, tokens: Tensor, hidden: Tensor, view: Any) -> Tensor:
         if not _drafting(view):
-            return forward(tokens, hidden, view, pools)
+            return forward(tokens, hidden, view)
         (seg,) = view.segments
-        room = seg.block_table.shape[1] * pools.page_size
+        room = seg.block_table.shape[1] * view.layout.page_size
         longer = [min(n + rejected.get(r, 0), room) for n, r in zip(seg.kv_lens, seg.segment.requests, strict=True)]
-        return forward(tokens, hidden, replace(view, segments=(replace(seg, kv_lens=longer),)), pools)
+        on_device = seg.kv_lens_device.new_tensor(longer)  # [Bp]
+        return forward(tokens, hidden, replace(
+            view, segments=(replace(seg, kv_lens=longer, kv_lens_device=on_device),)))
     _teach(drafter, change)
     _run(drafter, around)
 
@@ -104,19 +107,19 @@ def _before_the_norm(drafter: ChainDrafter) -> None:
 
 
 def _fed_after_the_norm(drafter: ChainDrafter) -> None:
-    _run(drafter, lambda forward, tokens, hidden, view, pools: forward(
-        tokens, drafter.model.norm(hidden) if _drafting(view) else hidden, view, pools))  # type: ignore[attr-defined]
+    _run(drafter, lambda forward, tokens, hidden, view: forward(
+        tokens, drafter.model.norm(hidden) if _drafting(view) else hidden, view))  # type: ignore[attr-defined]
 
 
 def _not_fed_back(drafter: ChainDrafter) -> None:
     first: dict[int, Tensor] = {}
 
-    def around(forward: Callable, tokens: Tensor, hidden: Tensor, view: Any, pools: Any) -> Tensor:
+    def around(forward: Callable, tokens: Tensor, hidden: Tensor, view: Any) -> Tensor:
         if _drafting(view):
             hidden = hidden.clone()
             for r, rows in view.layout.token_rows.items():
                 hidden[rows.start] = first[r]
-        out = forward(tokens, hidden, view, pools)
+        out = forward(tokens, hidden, view)
         if not _drafting(view):
             first.update({r: hidden[rows.stop - 1] for r, rows in view.layout.token_rows.items()})
         return out
@@ -156,7 +159,13 @@ def _stale_rows(drafter: ChainDrafter) -> None:
 
 
 def _row_of_a_rejected_draft(drafter: ChainDrafter) -> None:
-    _teach(drafter, lambda f: replace(f, kept=len(f.next_tokens)))
+    learn = drafter.learn
+
+    def too_far(fed: Any) -> None:
+        learn([replace(f, kept=len(f.next_tokens)) for f in fed])
+        if isinstance(drafter, SharedChoiceDrafter):
+            drafter._chosen |= {f.request: _within(f, drafter._chosen[f.request]) for f in fed}
+    drafter.learn = too_far  # type: ignore[method-assign]
 
 
 def _another_request(drafter: ChainDrafter) -> None:
@@ -168,6 +177,24 @@ def _another_request(drafter: ChainDrafter) -> None:
         rows = [drafter._hidden[r] for r in ids]
         drafter._hidden = dict(zip(ids, rows[1:] + rows[:1], strict=True))
     drafter.learn = mixed  # type: ignore[method-assign]
+
+
+def _another_choice(drafter: Any) -> None:
+    learn = drafter.learn
+
+    def mixed(fed: Any) -> None:
+        learn(fed)
+        rows = [drafter._chosen[f.request] for f in fed]
+        drafter._chosen |= {f.request: _within(f, row) for f, row in zip(fed, rows[1:] + rows[:1], strict=True)}
+    drafter.learn = mixed
+
+
+def _within(f: Any, choice: Tensor) -> Tensor:
+    """[1, 1, K] without the positions that the request does not have: a device passes over them, a contract may not."""
+    there = choice[(choice >= 0) & (choice < f.start + f.kept)]
+    row = torch.full_like(choice, -1)
+    row[..., : max(len(there), 1)] = there if len(there) else 0
+    return row
 
 
 def _other_layers(drafter: ChainDrafter) -> None:
@@ -202,6 +229,8 @@ FAULTS = (
           _row_of_a_rejected_draft),
     Fault("another request's row", "what is carried between rounds is mixed up among requests", "carried",
           _another_request, "SB-19"),
+    Fault("another request's choice", "the positions that draft steps attend to are mixed up among requests", "choice",
+          _another_choice, "SB-19", SparseMtpDraft),
     Fault("layers one lower", "the head reads the streams entering the layers below the right ones", "hidden",
           _other_layers, None, Eagle3Head),
     Fault("draft ids as target ids", "d2t is ignored: draft id j is taken for target id j", "vocabulary", _draft_ids,

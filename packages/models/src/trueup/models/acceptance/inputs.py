@@ -1,9 +1,11 @@
 """What a drafter was fed, against what it should have been fed: computed once more from the finished text.
 
-The recorder stands directly before the draft layer, behind everything that might be wrong.  The reference is one
+The recorder stands around the drafter's forward, behind everything that might be wrong.  The reference is one
 forward of the target over the whole text, and one of an untouched copy of the draft model: no cache reuse, no drafting.
 """
 import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from trueup.core.layout import Layout, Mode
 from trueup.core.pages import PagePool
 from trueup.core.planning import Work, plan
 from trueup.core.speculation.chain import ChainDrafter
+from trueup.core.speculation.shared_choice import SharedChoiceDrafter
 from trueup.core.view import input_ids, materialise
 from trueup.models.drafters import MtpDraft
 
@@ -48,6 +51,8 @@ class Forward:
     hidden: Tensor  # [Tp, H]
     out: Tensor  # [Tp, H]
     again: Tensor  # [Tp, H], by the untouched copy
+    carried: dict[int, Tensor]  # by request, the choice that came along, [rows, 1, K]; empty unless it is shared
+    chosen: dict[int, Tensor]  # and the choice that goes on
 
     @property
     def drafting(self) -> bool:
@@ -56,7 +61,7 @@ class Forward:
 
 @dataclass
 class Recorder:
-    """Listens at a drafter's layer; made before a fault is planted."""
+    """Listens at a drafter's forward; made before a fault is planted."""
 
     drafter: ChainDrafter
     rounds: list[list[Forward]] = field(default_factory=list)
@@ -66,24 +71,37 @@ class Recorder:
         model: Any = self.drafter.model
         self.pristine = pristine(model)
         self.ids = getattr(model, "target_ids", None)
-        forward, fuse = model.forward, model.fuse
+        forward, fuse = self.drafter._forward, model.fuse
 
-        def recorded(tokens: Tensor, hidden: Tensor, view: Any, pools: Any) -> Tensor:
-            again = self.pristine.forward(tokens, hidden, view, copy.deepcopy(pools))
-            out = forward(tokens, hidden, view, pools)
+        def recorded(next_tokens: Tensor, hidden: Tensor, view: Any) -> Tensor:
+            again, carried = self._untouched()(next_tokens, hidden, view), _choices(self.drafter)
+            out = forward(next_tokens, hidden, view)
             lengths = [n for seg in view.segments for n in seg.kv_lens]
-            self.rounds[-1].append(Forward(view.layout, tokens, view.positions, lengths, hidden, out, again))
+            self.rounds[-1].append(Forward(view.layout, next_tokens, view.positions, lengths, hidden, out, again,
+                                           carried, _choices(self.drafter)))
             return out
 
         def fused(features: Tensor) -> Tensor:
             self.features[-1].append(features)
             return fuse(features)
 
-        model.forward, model.fuse = recorded, fused
+        self.drafter._forward, model.fuse = recorded, fused  # type: ignore[method-assign]
+
+    def _untouched(self) -> Callable[..., Tensor]:
+        """The forward of a copy of the drafter as it stands now, whose weights, cache and memory are its own."""
+        twin = copy.copy(self.drafter)
+        twin.model, twin.pools = self.pristine, copy.deepcopy(twin.pools)
+        if isinstance(twin, SharedChoiceDrafter):
+            twin._chosen = _choices(twin)
+        return functools.partial(type(twin)._forward, twin)
 
     def new_round(self) -> None:
         self.rounds.append([])
         self.features.append([])
+
+
+def _choices(drafter: ChainDrafter) -> dict[int, Tensor]:
+    return dict(drafter._chosen) if isinstance(drafter, SharedChoiceDrafter) else {}
 
 
 def pristine(model: Any) -> Any:
@@ -115,6 +133,7 @@ def check(engine: Engine, recorder: Recorder, done: list[Any], text: dict[int, l
         "hidden": "the target's own features of the same row",
         "feedback": "the hidden state that the last draft step returned",
         "carried": "the hidden state of the last kept row of the same request",
+        "choice": "the positions that the same row attended to",
         "layer": "embedding half first, then the hidden half; the stored weights",
         "vocabulary": "draft ids translated by d2t",
     }
@@ -127,7 +146,7 @@ def check(engine: Engine, recorder: Recorder, done: list[Any], text: dict[int, l
 
     for number, (forwards, features) in enumerate(zip(recorder.rounds, recorder.features, strict=True)):
         step = 0
-        before: dict[int, Tensor] = {}
+        before: dict[int, tuple[Tensor, Tensor | None]] = {}  # by request: hidden state, and choice
         for f in forwards:
             step += f.drafting
             count("lengths", f.kv_lens == [n for s in f.layout.segments for n in s.kv_lens])
@@ -137,11 +156,12 @@ def check(engine: Engine, recorder: Recorder, done: list[Any], text: dict[int, l
                 count("layer", _near(f.out[rows.start : rows.stop], f.again[rows.start : rows.stop]))
                 if f.drafting:
                     count("tokens", int(f.tokens[rows.start]) == done[number].drafted[r][step - 1])
-                    if r in before:
-                        count("feedback", _near(f.hidden[rows.start], before[r]))
-                    elif number and (last := _carried(recorder.rounds[:number], done, r)) is not None:
-                        count("carried", _near(f.hidden[rows.start], last))
-                    before[r] = f.out[rows.start]
+                    last = before.get(r) or _carried(recorder.rounds[:number], done, r)
+                    if last:
+                        count("feedback" if r in before else "carried", _near(f.hidden[rows.start], last[0]))
+                    if last and last[1] is not None:
+                        count("choice", torch.equal(f.carried[r][0], last[1]))
+                    before[r] = f.out[rows.start], f.chosen[r][0] if r in f.chosen else None
                     continue
                 start = f.layout.positions[rows.start]
                 kept = len(done[number].written[r]) if r in done[number].written else len(rows)
@@ -196,15 +216,17 @@ def _reference(engine: Engine, draft: Any, text: list[int], taps: tuple[int, ...
     return _Known(features, streams, hidden, mine, pages)
 
 
-def _carried(rounds: list[list[Forward]], done: list[Any], request: int) -> Tensor | None:
-    """What the last lesson before a round left for a request: the output of its last kept row."""
+def _carried(rounds: list[list[Forward]], done: list[Any], request: int) -> tuple[Tensor, Tensor | None] | None:
+    """What the last lesson before a round left for a request: its last kept row's output, and what that row chose."""
     for number in range(len(rounds) - 1, -1, -1):
         for f in rounds[number]:
             rows = f.layout.token_rows.get(request)
             if rows is not None and not f.drafting:
                 start = f.layout.positions[rows.start]
-                row = rows.start + done[number].written[request].stop - 1 - start
-                return f.out[row] if row in rows else None
+                row = done[number].written[request].stop - 1 - start
+                if row >= len(rows):
+                    return None
+                return f.out[rows.start + row], f.chosen[request][row] if request in f.chosen else None
     return None
 
 
@@ -224,7 +246,9 @@ def _cache(engine: Engine, known: dict[int, _Known], text: dict[int, list[int]],
 
 
 def _layer(pools: Any) -> list[Tensor]:
-    return [pools.latent[-1], pools.rope[-1]] if isinstance(pools, Pools) else [pools.key[0], pools.value[0]]
+    if isinstance(pools, Pools):
+        return [pools.latent[-1], pools.rope[-1], *list(pools.index.values())[-1:]]
+    return [pools.key[0], pools.value[0]]
 
 
 def _near(a: Tensor, b: Tensor) -> bool:

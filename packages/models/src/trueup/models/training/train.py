@@ -202,10 +202,12 @@ class Learner(Protocol):
 
 
 def run(trainer: Learner, stream: Tensor, out: Path, measure: Callable[[], dict], *, extra: int, minutes: float,
-        seed: int, save_every: float) -> State:
+        seed: int, save_every: float, window: Callable[[float], int] = window,
+        plot: Callable[[list[dict], Path], None] | None = None) -> State:
     """Steps on windows [B, T + extra] until ``minutes`` of training time are spent, resuming from ``out/state.pt``.
 
-    Every ``save_every`` seconds the state is saved and ``measure()`` goes into its log.
+    Every ``save_every`` seconds the state is saved, ``measure()`` goes into its log, and ``plot`` draws that.
+    ``window`` says how long the windows are at a share of the time.
     """
     state, saved = State(), out / "state.pt"
     if saved.exists():
@@ -236,7 +238,7 @@ def run(trainer: Learner, stream: Tensor, out: Path, measure: Callable[[], dict]
             state.log.append({k: round(v, 4) for k, v in entry.items()})
             tqdm.write(json.dumps(state.log[-1]))
             save(saved, trainer, state)
-            plot(state.log, out / "loss.png")
+            (plot or plot_losses)(state.log, out / "loss.png")
     return state
 
 
@@ -250,7 +252,7 @@ def save(path: Path, trainer: Learner, state: State) -> None:
     path.with_suffix(".part").replace(path)
 
 
-def plot(log: list[dict], path: Path) -> None:
+def plot_losses(log: list[dict], path: Path) -> None:
     """Losses and draft agreement over tokens seen; a drafter's log has no held-out loss."""
     import matplotlib
     matplotlib.use("Agg")

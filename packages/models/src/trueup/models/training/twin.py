@@ -8,6 +8,7 @@ Axis letters: B sequences, T tokens of a sequence, N heads, D head width (nope +
 H hidden, E experts, V vocabulary, S tokens x chosen experts.
 """
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from torch import Tensor
 from trueup.models.config import ModelConfig
 
 Params = dict[str, Tensor]
+# (layer, its normed input [B, T, H], q, k [B, N, T, D], v [B, N, T, Dv]) to the attention's output [B, N, T, Dv]
+Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def init_params(config: ModelConfig, seed: int) -> Params:
@@ -27,7 +30,9 @@ def init_params(config: ModelConfig, seed: int) -> Params:
     for name, tensor in expected_tensors(config).items():
         if tensor.optional:
             continue
-        if "norm" in name:
+        if name.endswith("norm.bias"):
+            value = torch.zeros(tensor.shape)
+        elif "norm" in name:
             value = torch.ones(tensor.shape)
         elif name.endswith(("o_proj.weight", "down_proj.weight", "e_score_correction_bias")):
             value = torch.zeros(tensor.shape)
@@ -49,7 +54,7 @@ def rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     x is [B, T, N, 64], positions [T].
     """
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float32) / half)  # [D/2]
+    frequency = 1 / theta ** (torch.arange(half, dtype=torch.float32) / half)  # [D/2]
     angle = positions[:, None].float() * frequency  # [T, D/2]
     cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]  # [T, 1, D/2]
     first, second = x[..., 0::2], x[..., 1::2]  # [B, T, N, D/2]
@@ -114,17 +119,23 @@ def mlp(p: Params, c: ModelConfig, layer: int, x: Tensor, loads: dict[int, Tenso
     return swiglu_mlp(p, at + "shared_experts.", x).index_add(0, token, out)  # [T, H]
 
 
-def decoder_layer(p: Params, c: ModelConfig, layer: int, h: Tensor, positions: Tensor, loads=None, chain=()):
+def decoder_layer(p: Params, c: ModelConfig, layer: int, h: Tensor, positions: Tensor, loads=None, chain=(),
+                  attend: Attend | None = None):
     """One pre-norm layer on h [B, T, H]; returns the new h and this call's (k, v).
 
     With ``chain`` = ((k, v) of MTP step 1, then of every later step) row p attends to step-1 keys of
-    slots <= p, and to one key a later step: its own chain's.
+    slots <= p, and to one key a later step: its own chain's.  ``attend`` takes the place of causal attention.
     """
     at, (B, T, H) = f"model.layers.{layer}.", h.shape
     x = rms_norm(h, p[at + "input_layernorm.weight"], c.rms_norm_eps)  # [B, T, H]
     q, k, v = queries_keys_values(p, c, layer, x, positions)  # [B, N, T, D]
     steps = (*chain, (k, v))
-    o = chain_attention(q, steps, c.softmax_scale) if chain else causal_attention(q, k, v, c.softmax_scale)
+    if chain:
+        o = chain_attention(q, steps, c.softmax_scale)  # [B, N, T, Dv]
+    elif attend:
+        o = attend(layer, x, q, k, v)  # [B, N, T, Dv]
+    else:
+        o = causal_attention(q, k, v, c.softmax_scale)  # [B, N, T, Dv]
     h = h + o.transpose(1, 2).reshape(B, T, -1) @ p[at + "self_attn.o_proj.weight"].T  # [B, T, H]
     x = rms_norm(h, p[at + "post_attention_layernorm.weight"], c.rms_norm_eps)  # [B, T, H]
     return h + mlp(p, c, layer, x.view(B * T, H), loads).view(B, T, H), (k, v)
@@ -154,7 +165,8 @@ def chain_attention(q: Tensor, chain, scale: float) -> Tensor:
     return o
 
 
-def forward(p: Params, c: ModelConfig, tokens: Tensor, loads=None, states: dict[int, Tensor] | None = None) -> Tensor:
+def forward(p: Params, c: ModelConfig, tokens: Tensor, loads=None, states: dict[int, Tensor] | None = None,
+            attend: Attend | None = None) -> Tensor:
     """Hidden states after ``model.norm``, [B, T, H], of tokens [B, T].
 
     ``states``, if given, receives the residual stream [B, T, H] that enters layer i under i; under
@@ -165,7 +177,7 @@ def forward(p: Params, c: ModelConfig, tokens: Tensor, loads=None, states: dict[
     for layer in range(c.num_hidden_layers):
         if states is not None:
             states[layer] = h
-        h, _ = decoder_layer(p, c, layer, h, positions, loads)
+        h, _ = decoder_layer(p, c, layer, h, positions, loads, attend=attend)
     if states is not None:
         states[c.num_hidden_layers] = h
     return rms_norm(h, p["model.norm.weight"], c.rms_norm_eps)  # [B, T, H]
@@ -175,11 +187,12 @@ def head(p: Params, h: Tensor) -> Tensor:
     return h @ p["lm_head.weight"].T  # [.., V]
 
 
-def mtp_steps(p: Params, c: ModelConfig, h: Tensor, tokens: Tensor, steps: int, loads=None) -> list[Tensor]:
+def mtp_steps(p: Params, c: ModelConfig, h: Tensor, tokens: Tensor, steps: int, loads=None,
+              attend: Attend | None = None) -> list[Tensor]:
     """Unroll the MTP layer: for step s = 1..steps the hidden f of every chain start, [B, T, H].
 
     ``tokens`` is [B, T + steps]: step s pairs the previous hidden (h, then f) at slot p with token
-    p + s, sits at position p + s - 1 and predicts token p + s + 1.
+    p + s, sits at position p + s - 1 and predicts token p + s + 1.  ``attend`` serves step 1.
     """
     layer, T = c.num_hidden_layers, h.shape[1]
     at, hiddens = f"model.layers.{layer}.", []
@@ -190,7 +203,7 @@ def mtp_steps(p: Params, c: ModelConfig, h: Tensor, tokens: Tensor, steps: int, 
         g = rms_norm(h, p[at + "hnorm.weight"], c.rms_norm_eps)  # [B, T, H]
         z = torch.cat([e, g], -1) @ p[at + "eh_proj.weight"].T  # [B, T, H]
         positions = torch.arange(T) + step - 1  # [T]
-        z, kv = decoder_layer(p, c, layer, z, positions, loads if step == 1 else None, chain)
+        z, kv = decoder_layer(p, c, layer, z, positions, loads if step == 1 else None, chain, attend)
         chain += (kv,)
         h = rms_norm(z, p[at + "shared_head.norm.weight"], c.rms_norm_eps)  # [B, T, H]
         hiddens.append(h)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 def names() -> list[str]:
     """Every name that :func:`path` knows."""
-    return sorted(folder.name for folder in _root().iterdir() if (folder / "tokenizer.json").is_file())
+    return sorted(folder.name for folder in _root().iterdir() if _is_model(folder))
 
 
 def path(name: str) -> Path:
@@ -34,6 +34,12 @@ def resolve(name_or_folder: str | Path) -> Path:
     if str(name_or_folder) not in names() and Path(name_or_folder).is_dir():
         return Path(name_or_folder)
     return path(str(name_or_folder))
+
+
+def _is_model(folder: Path) -> bool:
+    """A delta may take its tokenizer from its base; a drafter's head has a config and neither."""
+    return (folder / "config.json").is_file() and any(
+        (folder / file).is_file() for file in ("tokenizer.json", "delta.json"))
 
 
 def _root() -> Path:

@@ -84,7 +84,7 @@ def indexer_axes(call: Mapping[str, Any], more: str = "") -> str:
     rows = "B q" if call["layout_query"] == "BSND" else "T"
     keys = {"BSND": "B S 1", "TND": "S 1", "PA_BSND": "pages P 1"}[call["layout_key"]]
     more = more.format(rows=rows, keys=keys)
-    return (f"query [{rows} N D], key [{keys} D], weights [{rows} N], {more}actual_seq_lengths_query [B], "
+    return (f"query [{rows} Ni Di], key [{keys} Di], weights [{rows} Ni], {more}actual_seq_lengths_query [B], "
             f"actual_seq_lengths_key [B], block_table [B max_pages] -> sparse_indices [{rows} 1 K]")
 
 

@@ -59,7 +59,7 @@ def _quant_contract(
 
 
 def _quant_axes(call: Mapping[str, Any]) -> str:
-    return indexer_axes(call, "query_dequant_scale [{rows} N], key_dequant_scale [{keys}], ")
+    return indexer_axes(call, "query_dequant_scale [{rows} Ni], key_dequant_scale [{keys}], ")
 
 
 @reference("npu_quant_lightning_indexer", _quant_contract, _quant_axes, indexer_layouts(), points=(TIES,))

@@ -42,7 +42,7 @@ def _scatter_nd_contract(check: Check, input: Tensor, indices: Tensor, updates: 
 
 
 def _check_indices(check: Check, columns: list[list[int]], input: Tensor) -> None:
-    """Each column of indices inside its axis; no row named twice but row 0, this project's place for padding."""
+    """Each column of indices inside its axis; no row named twice but in row or page 0, where padding goes."""
     for axis, (column, size) in enumerate(zip(columns, input.shape, strict=False)):
         if max(column) >= size:
             check.fail(RELATION, "indices", f"{max(column)} in column {axis}",
@@ -54,7 +54,9 @@ def _check_indices(check: Check, columns: list[list[int]], input: Tensor) -> Non
                        "dummy page", PAGE, "SB-09", unless=MINUS_ONE)
     places: list[Any] = columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
     if len(set(places)) != len(places):
-        real = [place for place in places if (place > 0 if len(columns) == 1 else min(place) >= 0 and any(place))]
+        # The first column is a page, or a slot where the cache is seen as slots; rows with a -1 are left out.
+        written = zip(places, columns[0], map(min, zip(*columns, strict=True)), strict=True)
+        real = [place for place, first, low in written if first > 0 and low >= 0]
         if len(set(real)) != len(real):
             check.fail(RELATION, "indices", f"{next(place for place in real if real.count(place) > 1)} twice",
                        "an index of its own for each row of updates, but for padded rows, which may share 0: which "
@@ -104,8 +106,9 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
     Args:
         input: 1 to 8 axes, any strides; fp32, fp16, bf16, bool, int64 or int8.
         indices: (..., a) int32 or int64, at least 2 axes, 1 <= a <= axes of input.  Bounds are not checked on a
-            device, here they are.  Two rows with one index are refused, but for index 0.  Negative indices are
-            refused; ``assume("scatter-minus-one")`` admits them, and their rows are left out.
+            device, here they are.  Two rows with one index are refused, unless it begins with 0: row 0, or the
+            dummy page, where any of them may stay.  Negative indices are refused;
+            ``assume("scatter-minus-one")`` admits them, and their rows are left out.
         updates: the axes of indices but the last, then the axes of input from a on; input's dtype.
 
     Returns:
