@@ -25,11 +25,11 @@
 # We build both on eight tokens, then look at what a trained indexer chooses. [Chapter 14](ch14_two_batches.md) asks whose
 # rows such a tensor holds, and [chapter 15](ch15_train_indexer.md) trains an indexer.
 
-# %% [markdown] tags=["zh"] pair="ffbb84-9a236f"
+# %% [markdown] tags=["zh"] pair="ffbb84-842237"
 # **要点。** 稠密注意力里，每个词元都要看它前面的全部词元。上下文有 131,072 个词元时，GLM-5 每生成一个词元，
 # 每一层都要读 131,072 个潜变量，而其中绝大多数分到的权重几乎为零。
 # *DSA*（DeepSeek 稀疏注意力，用于 DeepSeek-V3.2 和 GLM-5）先**选**：*lightning indexer*（闪电索引器）读每个词元的一个很短的*索引键*，
-# 给它打分，留下得分最高的 2,048 个位置；然后再**算**：只对这些位置做注意力。这是两个算子，从前一个交给后一个的，是一个装着位置的张量，即 *top-k 位置*。
+# 给它打分，留下得分最高的 2,048 个位置；然后再**算**：只对这些位置做注意力。这是两个算子，前一个交给后一个的，是一个存放位置的张量，即 *top-k 位置*。
 #
 # 我们先在八个词元上亲手写出这两步，再看训练好的索引器选了什么。这个张量的每一行属于谁，见[第 14 章](ch14_two_batches.md)；
 # 索引器怎样训练，见[第 15 章](ch15_train_indexer.md)。
@@ -42,7 +42,7 @@ read = [token if place in (1, 3, 7) else ("", "pad") for place, token in enumera
 boxes([("index keys", tokens), ("latents", read)],
       ("What the row of the last token reads, with K = 3: "
        "all of the small index keys, three of the large latents.",
-       "最后一个词元的那一行要读什么（K = 3）：小的索引键全部读，大的潜变量只读三个。"))
+       "最后一个词元的那一行要读什么（K = 3）：索引键小，全部要读；潜变量大，只读三个。"))
 
 # %% [markdown] tags=["en"]
 # ## The indexer, on eight tokens
@@ -58,15 +58,15 @@ boxes([("index keys", tokens), ("latents", read)],
 # Let an index key hold two numbers: how much a token is like a name, and how much like a bracket. Every row asks about
 # both, each head about one. Rows of names want names and no brackets, other rows the reverse.
 
-# %% [markdown] tags=["zh"] pair="af8c18-012fd0"
+# %% [markdown] tags=["zh"] pair="af8c18-d54474"
 # ## 在八个词元上手写索引器
 #
-# 索引器自己就是一个小小的注意力，只是没有值。它有 `Ni` 个宽 `Di` 的查询头，每个词元一个键。
-# 第 $t$ 行查询对键 $s$ 的得分，要对各个头 $h$ 求和：
+# 索引器自己就是一个小小的注意力，只是没有值。它有 `Ni` 个宽度为 `Di` 的查询头，每个词元一个键。
+# 键 $s$ 在查询行 $t$ 上的得分，由各个头 $h$ 相加而得：
 #
 # $$\mathrm{score}_{t,s} = \sum_h w_{t,h}\,\mathrm{relu}(q_{t,h} \cdot k_s)$$
 #
-# 权重 $w$ 由这一行的隐藏状态算出，不保证是正数。这里没有 softmax：要紧的只是得分的高低次序。
+# 权重 $w$ 由这一行的隐藏状态算出，不保证是正数。这里没有 softmax：只看得分的高低次序。
 #
 # 设索引键由两个数组成：这个词元有多像名字，有多像括号。每一行都问这两个问题，一个头问一个。
 # 名字所在的行想要名字、不要括号，其余各行正相反。
@@ -184,16 +184,16 @@ assert row == [7, 3, 1], row
 # Row 7 now ranks `del` first. That key has -9 for brackets, and the row's weight for brackets is -1. In the right order
 # ReLU says "no bracket, so nothing to hold against it". In the wrong one, minus times minus makes it the best key of all.
 #
-# Zero is where ReLU cuts, so it matters where a key's zero lies. The key goes through a LayerNorm with weight and bias,
-# though all other norms of these models are RMSNorms. LayerNorm subtracts the mean: what all numbers have in common
+# ReLU cuts at zero, so it matters where a key's zero lies. A model's index keys come out of a LayerNorm, with weight
+# and bias; all its other norms are RMSNorms. LayerNorm subtracts the mean: what all numbers of a key have in common
 # vanishes.
 
-# %% [markdown] tags=["zh"] pair="5dc71f-3d3690"
+# %% [markdown] tags=["zh"] pair="047bbd-520e5b"
 # 这样一来，第 7 行把 `del` 排在第一。这个键在“像括号”上是 -9，而这一行对括号的权重是 -1。
 # 次序正确时，ReLU 的意思是“不是括号，不扣分”；次序反了，负负得正，它成了得分最高的键。
 #
 # ReLU 在零处截断，所以键的零点在哪里很要紧。这些模型的其他归一化都是 RMSNorm，唯独索引键用带权重和偏置的 LayerNorm。
-# LayerNorm 会减去均值：各个数共有的部分就消失了。
+# LayerNorm 会减去均值：一个键里各个数共有的部分就消失了。
 
 # %%
 from trueup.core.layers.layer_norm import LayerNorm
@@ -205,15 +205,15 @@ assert (norm(raw) < 0).sum() == 2  # below the mean
 assert (F.rms_norm(raw, (4,)) > 0).all()  # RMSNorm leaves ReLU nothing to cut
 
 # %% [markdown] tags=["en"]
-# The bias then moves zero to where training wants it.
+# The bias can then move zero to where training wants it.
 #
 # ## Fewer tokens than K (SB-29)
 #
 # K is a constant, 2,048, and a request begins with one token. PyTorch's `topk` refuses ([SB-29](../bugs.md#sb-29), NeMo
 # Automodel PR #3035):
 
-# %% [markdown] tags=["zh"] pair="1da972-7ba512"
-# 然后由偏置把零点移到训练想要的地方。
+# %% [markdown] tags=["zh"] pair="15e420-2822ad"
+# 偏置还可以把零点移到训练所需的位置。
 #
 # ## 词元不足 K 个（SB-29）
 #
@@ -226,8 +226,8 @@ score[4, :5].topk(8)
 # %% [markdown] tags=["en"]
 # The operator's answer is always K wide. A row that sees fewer keys has all of them, and -1 behind:
 
-# %% [markdown] tags=["zh"] pair="7fac57-dfb5c5"
-# 算子的结果总是 K 宽。能看到的键不足 K 个时，全部列出，后面填 -1：
+# %% [markdown] tags=["zh"] pair="7fac57-ba74f5"
+# 算子的结果，宽度总是 K。一行能看到的键不足 K 个时，全部列出，后面填 -1：
 
 # %%
 short = indexer(query[:5], key[:5], weights[:5], K=8)
@@ -241,10 +241,10 @@ assert sorted(short[4][:5]) == [0, 1, 2, 3, 4] and short[4][5:] == [-1, -1, -1]
 # in pages, and `sparse_indices` has one row of positions for each query row. By hand it is dense attention under a mask
 # that shows the chosen positions only.
 
-# %% [markdown] tags=["zh"] pair="125c7a-9da4b5"
+# %% [markdown] tags=["zh"] pair="125c7a-a6c0da"
 # ## 算注意力
 #
-# 接着是 `npu_sparse_flash_attention`：对选中的位置做吸收式 MLA。潜变量 `[S, R]` 和旋转键 `[S, Dr]` 在页里，
+# 接着是 `npu_sparse_flash_attention`：对选中的位置做吸收式 MLA。潜变量 `[S, R]` 和 rope 键 `[S, Dr]` 在页里，
 # `sparse_indices` 为每一行查询给出一行位置。手写的话，就是稠密注意力加一个只露出选中位置的掩码。
 
 # %%
@@ -265,13 +265,13 @@ def attend(rows):
 
 
 def masked_dense(rows):
-    hidden = torch.ones(T, T, dtype=torch.bool, device=device)  # [T, S]
+    out_of_sight = torch.ones(T, T, dtype=torch.bool, device=device)  # [T, S]
     for t, row in enumerate(rows):
-        hidden[t, [place for place in row if place >= 0]] = False
+        out_of_sight[t, [place for place in row if place >= 0]] = False
     score = torch.einsum("tnr,sr->tns", q_latent.float(), latent.float())  # [T, N, S]
     score += torch.einsum("tnd,sd->tns", q_rope.float(), rope.float())  # [T, N, S]
-    probs = (scale * score).masked_fill(hidden[:, None], -torch.inf).softmax(-1)  # [T, N, S]
-    return torch.einsum("tns,sr->tnr", probs, latent.float())  # [T, N, R]
+    score = (scale * score).masked_fill(out_of_sight[:, None], -torch.inf)  # [T, N, S]
+    return torch.einsum("tns,sr->tnr", score.softmax(-1), latent.float())  # [T, N, R]
 
 
 # %%
@@ -309,13 +309,13 @@ with trueup.core.audit():
 # `glm-5-nano` is the nano model of the earlier chapters with an indexer in each layer, 16 heads and K = 64, and a little
 # more training. We run it over 512 tokens of `base64.py`, from the standard library. The file was held out from training.
 
-# %% [markdown] tags=["zh"] pair="8ba75a-5eb2ea"
+# %% [markdown] tags=["zh"] pair="8ba75a-f6bb7e"
 # 这样的一行，在一种内核上可能得到全零，在另一种上却是对的，所以契约拒绝它。-1 *之前*的位置怎么排都行（练习 3）。
 #
 # ## 训练好的索引器选了什么
 #
 # `glm-5-nano` 就是前几章的 nano 模型，每层加了一个索引器（16 个头，K = 64），又稍加训练。
-# 我们让它跑一遍标准库 `base64.py` 的 512 个词元，这个文件没有参加训练。
+# 我们让它跑一遍标准库 `base64.py` 的 512 个词元，训练时没有用过这个文件。
 
 # %%
 import base64
@@ -403,7 +403,7 @@ from itertools import groupby
 
 
 def triangle(mask, layer, n=S // 4):
-    """A square is 4 rows by 4 positions; its shade tells how many of the 16 pairs are chosen."""
+    """A square is 4 rows by 4 positions; its shade: how many of the 16 pairs are chosen."""
     share = mask.float().view(n, 4, n, 4).mean((1, 3))  # [S/4, S/4]
     lines = ["", "", "", "", ""]  # by shade
     for y, row in enumerate((share * 4).ceil().int().tolist()):
@@ -411,17 +411,18 @@ def triangle(mask, layer, n=S // 4):
             places = list(squares)
             lines[shade] += f"M{places[0]} {y}h{len(places)}"
     parts = [path(lines[shade], stroke_opacity=shade / 4) for shade in (1, 2, 3, 4)]
-    parts += [path(f"M0-.5V{n}H{n}", stroke_width=0.4), label(n / 2, -3, f"layer {layer}", size=9)]
+    parts += [path(f"M0-.5V{n}H{n}", stroke_width=0.4)]
+    parts += [label(n / 2, -3, f"layer {layer}", size=9)]
     style = "width:31%;min-width:200px;flex:1"
     return svg(parts, f"-1 -12 {n + 2} {n + 14}", style, f"layer {layer}")
 
 
 figure('<div style="display:flex;flex-wrap:wrap;gap:8px">'
        f'{"".join(map(triangle, maps, range(3)))}</div>',
-       "Rows from top to bottom, positions from left to right; the stronger, the more are chosen. "
-       "All keep the newest; beyond: columns, lines of one distance, patches.",
+       "Rows from top to bottom, positions from left to right; the stronger, the more chosen. "
+       "All keep the newest; beyond, layer 0 has columns, 1 lines of one distance, 2 patches.",
        "从上到下是各行，从左到右是各位置；颜色越重，选中的越多。"
-       "各层都留着最近的词元；更远处分别是竖条、等距的斜线、斑块。")
+       "各层都留着最近的词元；更远处，第 0 层是竖条，第 1 层是等距的斜线，第 2 层是斑块。")
 
 # %% [markdown] tags=["en"]
 # The first 64 rows choose all they see. After that, every layer keeps a solid band along the diagonal: the newest tokens.
@@ -430,15 +431,15 @@ figure('<div style="display:flex;flex-wrap:wrap;gap:8px">'
 # - **Layer 0** has columns: some tokens are kept by one later row after the other.
 # - **Layer 1** has lines along the diagonal: fixed *distances*, whatever stands there. That is rope at work.
 # - **Layer 2** has patches: far places, chosen by content. Its left edge stands out: the first few tokens are chosen more
-#   often than other far ones. Many models put attention there that has nowhere better to go.
+#   often than other far ones. Many models put attention there that has nowhere better to go (an *attention sink*).
 
-# %% [markdown] tags=["zh"] pair="7c75f5-5d014a"
-# 前 64 行看得到的全选。此后每一层在对角线旁都有一条实心的带：最近的词元。带子以外，各层就不一样了。
+# %% [markdown] tags=["zh"] pair="c30506-ef0538"
+# 前 64 行把看得到的全部选中。此后每一层在对角线旁都有一条实心的带：最近的词元。带子以外，各层就不一样了。
 #
-# - **第 0 层**是竖条：有些词元，后面一行接一行都留着。
+# - **第 0 层**是竖条：有些词元，后面的行接二连三地选中它。
 # - **第 1 层**是平行于对角线的线：固定的*距离*，不管那里是什么词元。这是 RoPE 的作用。
 # - **第 2 层**是斑块：按内容选中的远处位置。左边缘也很显眼：最开头的几个词元比别的远处位置更常被选中；
-#   不少模型都把没处可放的注意力放在那里。
+#   不少模型都把没处可放的注意力放在那里（即 *attention sink*，注意力汇聚点）。
 
 # %%
 far_rows = slice(256, S)
@@ -470,7 +471,8 @@ assert maps[2][far_rows, :4].float().mean() > 2 * maps[2][far_rows][far].float()
 # %%
 before = torch.tensor([-1, *ids[:-1]])  # [S]: the token before each position
 apart = torch.arange(S)[:, None] - torch.arange(S)  # [T, S]
-match = (torch.tensor(ids)[:, None] == before) & (apart >= 64)  # [T, S]: it followed this token
+same_token = torch.tensor(ids)[:, None] == before  # [T, S]: it followed a copy of this token
+match = same_token & (apart >= 64)  # [T, S]: far back, too
 
 # %% tags=["fold"]
 from html import escape
@@ -478,8 +480,8 @@ from html import escape
 found = (match & maps[2]).sum(1).tolist()
 [b] = llm.tokenizer.encode("b")
 t = max((place for place, token in enumerate(ids) if token == b), key=found.__getitem__)
-mark = ('<b style="font-weight:inherit;background:color-mix(in srgb,currentColor 20%,transparent);'
-        'border-bottom:2px solid;margin-right:1px">{}</b>')
+mark = ('<b style="font-weight:inherit;border-bottom:2px solid;margin-right:1px;'
+        'background:color-mix(in srgb,currentColor 20%,transparent)">{}</b>')
 text = ""
 for place, token in enumerate(ids[: t + 1]):
     piece = escape(llm.tokenizer.decode([token])).replace("\n", "<br>")
@@ -510,11 +512,11 @@ assert hit > 0.4 and hit > 3 * other
 # averaged over heads, and ask the indexer for its best 256 positions. The *recall* at k is the share of that attention
 # which the best k hold.
 
-# %% [markdown] tags=["zh"] pair="31499d-2e2ff0"
+# %% [markdown] tags=["zh"] pair="31499d-3fa9e7"
 # ## 最好的 K 个位置占了多少注意力？
 #
 # 稠密注意力本来会看的地方，选中了才算好。所以我们用一层自己的输入算出它的稠密注意力，对各头取平均，再让索引器给出最好的 256 个位置。
-# 其中前 k 个所占的注意力份额，就是 k 处的*召回*（recall）。
+# 其中前 k 个所占的注意力份额，就是 k 处的*召回率*（recall）。
 
 # %%
 from dataclasses import replace
@@ -569,7 +571,7 @@ DASHES = ("none", "6 3", "1 3")
 parts = []
 for layer, lines in enumerate(curves):
     x = 30 + layer * 150
-    parts += [path(f"M{x} 24h120v120h-120z", opacity=0.4), path(f"M{x + 72} 24v120", opacity=0.4)]
+    parts += [path(f"M{x} 24h120v120h-120zM{x + 72} 24v120", opacity=0.4)]
     parts += [label(x + 60, 16, f"layer {layer}", size=12)]
     parts += [label(x + 24 * log2(k / 8), 157, k) for k in (8, 64, 256)]
     parts += [label(x - 4, 177 - 150 * share, share, "end") for share in (0.2, 0.6, 1.0)]
@@ -578,10 +580,10 @@ for layer, lines in enumerate(curves):
                           for k in (8, 11, 16, 23, 32, 45, 64, 91, 128, 181, 256))
         parts.append(path(f"M{points}", stroke_width=2, stroke_dasharray=dash))
 figure(svg(parts, "0 0 460 162", "width:560px;max-width:100%", "recall by k"),
-       "Share of dense attention held by k positions. Solid: the indexer; dashed: the newest k; "
-       "dotted: the best possible. The upright line is K = 64.",
-       "k 个位置占稠密注意力的份额。实线：索引器；虚线：最近的 k 个；点线：可能的最好结果。"
-       "竖线处 K = 64。")
+       "Share of dense attention held by k positions. Solid: the indexer; dashed: the newest "
+       "k; dotted: the best possible; upright: K = 64. In layer 2 the window falls behind.",
+       "k 个位置占稠密注意力的份额。实线：索引器；虚线：最近的 k 个；点线：最优的选择。"
+       "竖线处 K = 64。第 2 层的虚线明显偏低。")
 
 # %% [markdown] tags=["en"]
 # In layer 1 nearly all attention is on the newest tokens, and any method finds those. Layer 2 is what an indexer is for:
@@ -594,14 +596,14 @@ figure(svg(parts, "0 0 460 162", "width:560px;max-width:100%", "recall by k"),
 # $j$ with $j + D_r/2$; *interleaved* pairs $2j$ with $2j + 1$. DeepSeek-V3.2 has both: interleaved in MLA, half-split in
 # the indexer. GLM-5 is interleaved in both.
 
-# %% [markdown] tags=["zh"] pair="7286e6-fc20a3"
+# %% [markdown] tags=["zh"] pair="7286e6-8e97e8"
 # 第 1 层的注意力几乎都在最近的词元上，什么方法都找得到。第 2 层才是索引器的用武之地：
-# 同样大小的窗口漏掉的注意力大约是它的两倍，而可能的最好结果也只比它多一点。稀疏注意力对模型的损失有多大影响，[第 15 章](ch15_train_indexer.md)有实测。
+# 同样大小的窗口漏掉的注意力大约是索引器的两倍；就算选得最优，占到的也只比索引器多一点。稀疏注意力对模型的损失有多大影响，[第 15 章](ch15_train_indexer.md)有实测。
 #
 # ## 哪两个数一起转（SB-28）
 #
-# 索引器的查询和键也带 RoPE，作用在前 `Dr` 个数上。RoPE 让数成对旋转：*前后对半*把第 $j$ 个数和第 $j + D_r/2$ 个配成一对，
-# *交错*把第 $2j$ 个和第 $2j + 1$ 个配成一对。DeepSeek-V3.2 两种都有：MLA 用交错，索引器用前后对半。GLM-5 两处都用交错。
+# 索引器的查询和键也带 RoPE，作用在前 `Dr` 个数上。RoPE 让数成对旋转：*前后对半*（half-split）把第 $j$ 个数和第 $j + D_r/2$ 个配成一对，
+# *交错*（interleaved）把第 $2j$ 个和第 $2j + 1$ 个配成一对。DeepSeek-V3.2 两种都有：MLA 用交错，索引器用前后对半。GLM-5 两处都用交错。
 
 # %%
 def rotate(x, position, pairs):
@@ -669,20 +671,20 @@ for layer in range(3):
 #
 # ## Short prompts: dense, but the keys are written
 #
-# If a prompt has no more than K tokens, each row would choose all it sees. Engines then skip the indexer and run dense
-# attention, in the expanded form, which is cheaper for prompts. trueup does, too (`sees_all` in
+# If a prompt has no more than K tokens, each row would choose all it sees. An engine may then skip the indexer and run
+# dense attention, in the expanded form, which is cheaper for prompts. trueup does (`sees_all` in
 # `trueup/core/attention/sparse.py`). One thing must not be skipped: the index keys go into the cache all the same, for
 # token K + 1 is going to read them. Here is a short cut that forgot them:
 
-# %% [markdown] tags=["zh"] pair="750ac2-254af1"
+# %% [markdown] tags=["zh"] pair="440407-9575aa"
 # 不超过 K 个词元时，没有什么可选错的。公开模型的 K 是 2,048，比多数测试用的提示词都长，
 # 所以 [SB-28](../bugs.md#sb-28) 表现为长上下文评测掉几分。vllm-ascend 修过一次（PR #4641），一次重构又把它弄丢，于是再修一次（PR #7341）；
 # sglang PR #13495 修的是同一件事。DeepSeek 自己的推理代码到 2025 年 11 月才改对。测试时，要么用小的 K，要么用长文本。
 #
 # ## 短提示词：走稠密，但索引键照写
 #
-# 提示词不超过 K 个词元时，每一行反正都是全选。于是引擎跳过索引器，用展开式做稠密注意力，对提示词来说这更省。
-# trueup 也这样做（`trueup/core/attention/sparse.py` 里的 `sees_all`）。但有一件事不能跳过：索引键照样要写进缓存，
+# 提示词不超过 K 个词元时，每一行反正都是全选。于是引擎可以跳过索引器，用展开式做稠密注意力，对提示词来说这更省。
+# trueup 就这样做（`trueup/core/attention/sparse.py` 里的 `sees_all`）。但有一件事不能跳过：索引键照样要写进缓存，
 # 因为第 K + 1 个词元就要读它们了。下面这条捷径忘了写：
 
 # %%
@@ -719,8 +721,8 @@ for layer in range(3):
 # 128. We count multiplications of scores and weighted sums, and bytes read from the cache in bf16. The same on a clock,
 # with this project's kernels on a CPU, is in [Numbers](../numbers.md#sparse-decode).
 
-# %% [markdown] tags=["zh"] pair="7d4fcc-093208"
-# 同样，第 K + 1 个词元之前什么也看不出来。此后提示词渐渐从视野里消失，回答却依然通顺。
+# %% [markdown] tags=["zh"] pair="7d4fcc-2b52ca"
+# 和前面一样，第 K + 1 个词元之前什么也看不出来。此后提示词渐渐从视野里消失，回答却依然通顺。
 #
 # ## 开销与上下文长度
 #
@@ -765,9 +767,10 @@ for panel, (title, low) in enumerate((("multiplications", 6), ("bytes read", 5))
                           for context in contexts)
         parts.append(path(f"M{points}", stroke_width=2, stroke_dasharray=dash))
 figure(svg(parts, "0 0 400 164", "width:480px;max-width:100%", "cost by context"),
-       "A decoded token of GLM-5 in one layer, log scales. Dashed: dense; solid: sparse, indexer "
-       "included; dotted: the indexer alone.",
-       "GLM-5 的一层解码一个词元，对数坐标。虚线：稠密；实线：稀疏，含索引器；点线：只算索引器。")
+       "A decoded token of GLM-5 in a layer, log scales. Dashed: dense; dotted: the indexer; "
+       "solid: indexer and sparse attention together, cheaper than dense only beyond K.",
+       "GLM-5 的一层解码一个词元，对数坐标。虚线：稠密；点线：索引器；"
+       "实线：索引器加稀疏注意力，过了 K 才比稠密便宜。")
 
 # %% [markdown] tags=["en"]
 # At 131,072 tokens a thirteenth of the multiplications are left, and a quarter of the bytes. The cost still grows with the
@@ -780,10 +783,10 @@ figure(svg(parts, "0 0 400 164", "width:480px;max-width:100%", "cost by context"
 #
 # At long contexts the indexer is most of the cost. So GLM-5.2 shares choices: only 21 of its 78 layers have an indexer.
 # The others attend to what the nearest such layer before them chose; they have no indexer weights and no index keys. The
-# published list follows a rule:
+# published list (`full` below: has an indexer of its own) follows a rule:
 
-# %% [markdown] tags=["zh"] pair="84f36f-c26820"
-# 到 131,072 个词元时，乘法剩十三分之一，字节剩四分之一。开销仍随上下文增长，因为索引器要读每一个键。但斜率很小：
+# %% [markdown] tags=["zh"] pair="c7c315-cec0a4"
+# 到 131,072 个词元时，乘法只剩十三分之一，读的字节只剩四分之一。开销仍随上下文增长，因为索引器要读每一个键。但斜率很小：
 # 128 宽的键对 576 宽的潜变量，32 个小头对 64 个大头。注意力本身到了 K 就不再增长。上下文不足 K 时，稀疏反而比稠密贵。
 #
 # 内存并没有省。后面的任何一行都可能选中任何位置，所以潜变量一个也不能丢，还要加上索引键。
@@ -791,7 +794,8 @@ figure(svg(parts, "0 0 400 164", "width:480px;max-width:100%", "cost by context"
 # ## 没有索引器的层：GLM-5.2
 #
 # 上下文一长，大部分开销都在索引器上。所以 GLM-5.2 让各层共用选择：78 层里只有 21 层有索引器；
-# 其余各层直接用前面最近的那一层的选择，既没有索引器的权重，也没有索引键。公布的名单符合一条规则：
+# 其余各层直接用前面最近的那一层的选择，既没有索引器的权重，也没有索引键。公布的层列表
+# （即下面的 `full`，标出哪些层自带索引器）符合一条规则：
 
 # %%
 from trueup.core.cache import CacheSpec
@@ -803,8 +807,9 @@ owners = [layer for layer in range(78) if full[layer]]
 assert [layer % every == 0 for layer in range(78)] != full  # without the offset
 assert len(owners) == 21 and owners[:6] == [0, 1, 2, 6, 10, 14] and owners[-1] == 74
 
-reuse = IndexerConfig(32, 128, 2048, True, tuple(full), True).reuse
-assert reuse.source[:8] == (0, 1, 2, 2, 2, 2, 6, 6)  # whose choice each layer takes
+config = IndexerConfig(heads=Ni, head_dim=Di, topk=K, rope_interleave=True,
+                       full=tuple(full), share_between_drafts=True)
+assert config.reuse.source[:8] == (0, 1, 2, 2, 2, 2, 6, 6)  # whose choice each layer takes
 
 
 def bytes_per_token(index_layers):
@@ -820,12 +825,12 @@ assert bytes_per_token(range(78)) == 109_824  # an indexer in every layer: GLM-5
 # 95,232 bytes a token are 6 % more than without an indexer. Do not derive the list from the frequency alone: without
 # the offset it is another one.
 #
-# ## What engines do
+# ## What real engines do
 #
 # - vllm-ascend and the CANN recipes: these two operators, in every mode, with the lengths of one batch for both
 #   (`vllm_ascend/attention/sfa_v1.py`).
-# - sglang: the same, with the dense short cut for prompts up to 2,048, never for verify or decode; keys are written in
-#   any case (`python/sglang/srt/layers/attention/nsa_backend.py`).
+# - sglang on NPUs: the same. On GPUs it has the dense short cut for prompts up to 2,048, never for verify or decode;
+#   keys are written in any case (`python/sglang/srt/layers/attention/nsa_backend.py`).
 # - DeepSeek's reference multiplies queries and keys by a Hadamard matrix, which changes no dot product, and stores keys
 #   in fp8 with a scale: 132 bytes instead of 256. trueup keeps bf16.
 # - transformers turns the choice into a mask for prompts. It has the pairing written into each class.
@@ -834,20 +839,20 @@ assert bytes_per_token(range(78)) == 109_824  # an indexer in every layer: GLM-5
 #
 # **1.** From which context on does GLM-5 decode with fewer multiplications sparse than dense? And with fewer bytes read?
 
-# %% [markdown] tags=["zh"] pair="606a9f-536fb8"
-# 每词元 95,232 字节，比没有索引器时多 6 %。只凭 `index_topk_freq` 推不出这份名单：漏掉偏移，得到的是另一份。
+# %% [markdown] tags=["zh"] pair="c7cbf3-b53faf"
+# 每词元 95,232 字节，比没有索引器时多 6 %。只凭 `index_topk_freq` 推不出这个列表：漏掉偏移，得到的是另一个。
 #
 # ## 真实引擎怎么做
 #
-# - vllm-ascend 和 CANN recipes：每种模式都用这两个算子，两者用同一个批的长度（`vllm_ascend/attention/sfa_v1.py`）。
-# - sglang：同样如此；不超过 2,048 的提示词走稠密捷径，验证和解码从不走；索引键无论如何都写
+# - vllm-ascend 和 CANN recipes：每种模式都用这两个算子，两者用同一个 batch 的长度（`vllm_ascend/attention/sfa_v1.py`）。
+# - sglang：NPU 上同样如此；GPU 上，不超过 2,048 的提示词走稠密捷径，验证和解码从不走；索引键无论如何都写
 #   （`python/sglang/srt/layers/attention/nsa_backend.py`）。
-# - DeepSeek 的参考实现给查询和键都乘一个 Hadamard 矩阵，点积不变；键以 fp8 加缩放存放，132 字节，而不是 256。trueup 用 bf16。
+# - DeepSeek 的参考实现给查询和键都乘一个 Hadamard 矩阵，点积不变；键以 fp8 加缩放系数存放，132 字节，而不是 256。trueup 用 bf16。
 # - transformers 处理提示词时把选择变成掩码；配对方式写死在每个类里。
 #
 # ## 练习
 #
-# **1.** 上下文超过多长时，GLM-5 解码用稀疏的乘法比稠密少？读的字节呢？
+# **1.** 上下文从多长起，GLM-5 解码时稀疏的乘法次数少于稠密？读的字节数呢？
 
 # %% tags=["solution"]
 first = [next(S for S in range(1, 10_000) if sparse_cost(S)[what] < dense_cost(S)[what])
@@ -858,8 +863,8 @@ assert first == [2177, 2634]
 # **2.** An fp8 cache stores each index key with a positive scale of its own. May the scale be multiplied in after the
 # sum over heads? What if scales could be negative?
 
-# %% [markdown] tags=["zh"] pair="cf57de-c2eb6c"
-# **2.** fp8 缓存里，每个索引键各带一个正的缩放。这个缩放可以等到对各头求和之后再乘吗？假如缩放可以是负数呢？
+# %% [markdown] tags=["zh"] pair="cf57de-74d192"
+# **2.** fp8 缓存里，每个索引键各带一个正的缩放系数。这个系数可以等到对各头求和之后再乘吗？假如系数可以是负数呢？
 
 # %% tags=["solution"]
 def scores_of(key):
@@ -892,10 +897,10 @@ same(attend(turned), masked_dense(chosen))  # nothing, but for rounding
 # only -1 yields (`sfa-empty-row`), and what is left in rows behind the last length (`rows-past-the-end`). See
 # [what ran where](../what-ran-where.md).
 
-# %% [markdown] tags=["zh"] pair="424667-ab0685"
+# %% [markdown] tags=["zh"] pair="424667-f96864"
 # ## 在 NPU 机器上
 #
 # 运行全部单元格即可。八个词元用的是 bf16、128 宽，调用都通过了 `audit`；nano 模型以 bfloat16 运行，
-# 那时比较整次前向的结果，容差可能要放宽。本章还没有在任何设备上运行过。与它有关的[未决点](../operators/index.md#open-points)有三个：
+# 在那里比较整次前向的结果，容差可能要放宽。本章还没有在任何设备上运行过。与它有关的[未决点](../operators/index.md#open-points)有三个：
 # 得分相同时的先后（`li-tie-order`）、全是 -1 的行得到什么（`sfa-empty-row`）、最后一个长度之后的行里留着什么（`rows-past-the-end`）。
 # 参见[哪些在哪里跑过](../what-ran-where.md)。

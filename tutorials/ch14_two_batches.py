@@ -40,12 +40,12 @@
 # experts and therefore agree on one number of rows. Another rank has four requests, so this one must bring 12 rows. The
 # plan has been made by then:
 
-# %% [markdown] tags=["zh"] pair="775899-84be2e"
+# %% [markdown] tags=["zh"] pair="775899-6c19d6"
 # **要点。** 稀疏注意力是两次算子调用：第一次选位置，第二次只对选中的位置算注意力。中间传递的是*索引张量*：每个查询行对应一行位置。
 # 有了投机解码，这些行甚至会在一次前向里选出，到下一次前向才用。两次前向，两次填充，于是可能出现这样的情形：索引张量数的是一个 batch，
 # 查询数的是另一个。这件事真的在 NPU 上的 sglang 里发生过（[SB-01](../bugs.md#sb-01) 和 [SB-02](../bugs.md#sb-02)），
-# 由 pull request 32791 修好；trueup 这个项目正是因它而起。
-# 本章把这个缺陷拆开来看，先照上游的办法修一遍，再说明为什么在这里根本写不出它。
+# 由 PR #32791 修好；trueup 这个项目正是因它而起。
+# 本章把这个缺陷拆开来看，先照上游的办法修一遍，再说明为什么在 trueup 里根本写不出它。
 #
 # ## 这个 batch
 #
@@ -72,7 +72,8 @@ boxes([("1 real batch: query rows", rows),
        ("2 plan: block table", ["p1", "p2", "p3"]),
        ("3 padding: query rows", [*rows, *[("?", "bad")] * 3]),
        ("4 indexer: query lengths", ["3", "6", "9", ("12", "bad")])],
-      ("Step by step. The plan counts three requests. The indexer reads its lengths off the padded rows: four.",
+      ("Step by step. The plan counts three requests. "
+       "The indexer reads its lengths off the padded rows: four.",
        "逐步来看。规划数的是三个请求；索引器从填充后的行推出查询长度，数成了四个。"))
 
 # %% [markdown] tags=["en"]
@@ -197,13 +198,13 @@ select(12, [3, 6, 9, 12], [9, 5, 12], table)
 #
 # ## The second wrong call (SB-02)
 #
-# The draft layer has an indexer, too. Some models save it in the draft steps: these attend to what was chosen before,
-# when the draft layer ran over the verified rows (the *extend* forward of [chapter 10](ch10_eagle.md)). Say that A
-# keeps 3 of these rows, B 1 and C 2. Then the last kept rows are 2, 3 and 7; their index rows are carried into the
-# next round. There each request has one query row, and one key more than it has kept: 10, 4 and 12. Again the rows
-# are padded for the other rank:
+# The draft layer has an indexer, too. Some models skip it in the draft steps. These attend to what was chosen when the
+# draft layer ran over the verified rows (the *extend* forward of [chapter 10](ch10_eagle.md)). Say that A keeps 3 of
+# these rows, B 1 and C 2. Then the last kept rows are 2, 3 and 7; their index rows are carried into the next round.
+# There each request has one query row. A has 10 keys: the 6 from before the round, 3 kept, and the new one; B has 4,
+# C 12. Again the rows are padded for the other rank:
 
-# %% [markdown] tags=["zh"] pair="2966f0-84c9cd"
+# %% [markdown] tags=["zh"] pair="2758a3-5360ce"
 # 读一读这条消息。算子按查询长度数请求：四个；键长度却只有三个。两个列表单看都没有错：`[3, 6, 9, 12]` 符合填充后的 batch，
 # `[9, 5, 12]` 符合真实的 batch。所以它的建议是：全部取自同一份规划。
 #
@@ -216,21 +217,23 @@ select(12, [3, 6, 9, 12], [9, 5, 12], table)
 #
 # 草稿层也有索引器。有些模型在草稿步里省掉它，直接沿用先前选好的位置，也就是草稿层在验证过的行上跑一遍时选出的
 # （[第 10 章](ch10_eagle.md)的*扩展*前向）。假设这些行里，A 留下 3 行，B 留下 1 行，C 留下 2 行，
-# 那么最后保留的行是第 2、3、7 行，它们的索引行被带进下一轮。下一轮里每个请求只有一个查询行，
-# 键比保留的多一个：10、4、12。这时查询行又为了另一个 rank 而填充：
+# 那么最后保留的行是第 2、3、7 行，它们的索引行被带进下一轮。下一轮里每个请求只有一个查询行。
+# A 有 10 个键：这一轮之前的 6 个、留下的 3 个、新的 1 个；B 有 4 个，C 有 12 个。这时查询行又为了另一个 rank 而填充：
 
 # %% tags=["fold"]
 kept = {2, 3, 7}
-boxes([("extend: index rows", [f"{r}{i}" if 3 * "ABC".index(r) + i in kept else (f"{r}{i}", "pad")
-                               for r in "ABC" for i in range(W)]),
+names = [f"{r}{i}" for r in "ABC" for i in range(W)]
+boxes([("extend: index rows",
+        [name if row in kept else (name, "pad") for row, name in enumerate(names)]),
        ("carried: index rows", ["A2", "B0", "C1"]),
        ("plan: key lengths", ["10", "4", "12"]),
        ("padding: query rows", [*"ABC", ("?", "bad")])],
-      ("The index rows were carried from one forward, the queries were padded in another: 3 against 4.",
+      ("The index rows were carried from one forward, "
+       "the queries were padded in another: 3 against 4.",
        "索引行从一次前向带来，查询行在另一次前向里填充：3 行对 4 行。"))
 
 # %%
-carried = alone[[2, 3, 7]]  # [B, 1, K]
+carried = alone[[2, 3, 7]]  # [B, 1, K]; alone stands in for what the extend forward chose
 lists = ([1, 2, 3], [10, 4, 12], table)
 right = attend(3, carried, *lists)  # [B, N, R], what these three rows must give
 assert right.isfinite().all()
@@ -241,7 +244,8 @@ attend(4, carried, *lists)
 # %% [markdown] tags=["en"]
 # Here the lengths agree among themselves, and with the index rows. Only the queries have been padded. Without a check
 # the kernel would read a fourth row behind the end of the index tensor, and take for positions what it finds there.
-# Shape inference lets both calls pass ([chapter 8](ch08_reading_an_operator.md) shows it), so a trace proves nothing.
+# Shape inference lets both calls pass ([chapter 8](ch08_reading_an_operator.md) shows it), so a graph that traces
+# without error proves nothing.
 #
 # ## Counts that agree by luck
 #
@@ -249,7 +253,7 @@ attend(4, carried, *lists)
 # engine that keeps the nine in one buffer, and takes as many as it has requests, takes rows 0, 1 and 2. Three rows for
 # three queries:
 
-# %% [markdown] tags=["zh"] pair="8a5493-2bcb15"
+# %% [markdown] tags=["zh"] pair="7be3e7-2bcb15"
 # 这里各个长度彼此一致，与索引行也一致，只有查询被填充过。要是没有检查，内核会越过索引张量的末尾再读一行，
 # 把那里的内容当成位置。两次错误的调用都能通过形状推导（见[第 8 章](ch08_reading_an_operator.md)），
 # 所以追踪（trace）成功什么也证明不了。
@@ -281,15 +285,15 @@ assert wrong.isfinite().all() and min(off) > 0.05
 # kept there. The indexer takes them instead of counting its own rows. In verification that is `[3, 6, 9]`, in a step
 # of one row a request `[1, 2, 3]`.
 
-# %% [markdown] tags=["zh"] pair="f69801-75639e"
+# %% [markdown] tags=["zh"] pair="f69801-48afb1"
 # 三个输出全错了，却没有任何报错。每个查询读的仍是自己请求的缓存，因为索引行里是位置，不是槽位；
-# 只是它看的是 A 当时该看的地方。
+# 只是它看的是 A 当时看过的地方。
 # 如果发生在目标模型的层里，文本就错了；发生在草稿步里，验证会把文本纠正过来，剩下的只是接受率偏低。
 # 没有人会因为接受率低去查形状的问题。
 #
 # ## 上游的修法
 #
-# pull request 32791 分两半。**前一半**：查询长度在做规划时按真实的 batch 生成，存进规划；索引器直接取用，不再数自己的行。
+# PR #32791 分两半。**前一半**：查询长度在做规划时按真实的 batch 生成，存进规划；索引器直接取用，不再数自己的行。
 # 验证时是 `[3, 6, 9]`，每个请求一行的步骤里是 `[1, 2, 3]`。
 
 # %%
@@ -338,12 +342,12 @@ zeros = torch.cat([carried, torch.zeros_like(carried[:1])])  # [Tp, 1, K]
 attend(4, zeros, *covered)
 
 # %% [markdown] tags=["en"]
-# -1 says: nothing. What is attention to nothing? By the formula a division of 0 by 0. By an index of Python, -1 is the
-# last key. Neither will do, since the row goes on through the layer with the others. The right answer is zeros. The
+# -1 says: nothing. What is attention to nothing? By the formula, 0 divided by 0. As an index in Python, -1 is the last
+# key. Neither will do, since the row goes on through the layer with the others. The right answer is zeros. The
 # third filling, one valid position and then -1, avoids the question.
 
-# %% [markdown] tags=["zh"] pair="221165-1dd333"
-# -1 的意思是：什么也不选。对“什么也没有”做注意力，结果是什么？按公式是 0 除以 0；按 Python 的下标，-1 是最后一个键。
+# %% [markdown] tags=["zh"] pair="dc8839-0a8912"
+# -1 的意思是：什么也不选。对“什么也没有”做注意力，结果是什么？按公式是 0 除以 0；当作 Python 的下标，-1 是最后一个键。
 # 两样都不行，因为这一行还要和别的行一起走完这一层。正确答案是零。第三种填法是一个有效位置加若干 -1，它绕开了这个问题。
 
 # %%
@@ -380,22 +384,22 @@ pad_topk(alone[:5], 4)
 # %% [markdown] tags=["en"]
 # **What the repair leaves open.** The field with the query lengths, `actual_seq_lengths_q`, is set in the modes for
 # verification, draft-extend, decoding and idle ranks. In a prompt forward it keeps its default, None, and whoever wants
-# such a list there must make one. Nothing is broken. But the next mode, or the next reader, can forget, and a second description of the batch is back. The wish:
-# *each list is set in every mode.* And there are still two repairs in two places for one cause: the plan comes before
-# the padding.
+# such a list there must make one. Nothing is broken. But the next mode, or the next reader, can forget, and a second
+# description of the batch is back. The wish: *each list is set in every mode.* And there are still two repairs in two
+# places for one cause: the plan comes before the padding.
 #
-# ## By construction: real and padded, once
+# ## By construction: real and padded sizes, settled once
 #
 # [`plan`][trueup.core.plan] takes the agreed number of rows as an argument. So there is no "after the plan" in which
 # anybody could pad. The fourth request of W rows is a dummy: it has an entry in every list.
 
-# %% [markdown] tags=["zh"] pair="95d8e3-733de7"
-# **修完之后还剩什么。** 查询长度的字段 `actual_seq_lengths_q`，在验证、扩展、解码和空闲这几种模式下会赋值；
+# %% [markdown] tags=["zh"] pair="b01a20-651124"
+# **修完之后还剩什么。** 查询长度的字段 `actual_seq_lengths_q`，在验证、扩展（draft-extend）、解码和空闲这几种模式下会赋值；
 # 在提示词的前向里，它仍是默认值 None，谁在那里需要这个列表，就得自己再造一份。眼下并没有坏。但下一种模式、下一处读取可能会忘，
-# 于是又冒出第二份对 batch 的描述。留下的愿望是：*每个列表在每种模式下都有值*。而且同一个原因，现在是两处各修一次：
-# 规划做在了填充之前。
+# 于是又冒出第二份对 batch 的描述。我们的要求是：*每个列表在每种模式下都有值*。而且原因只有一个（规划做在了填充之前），
+# 现在却是两处各修一次。
 #
-# ## 从构造上保证：真实与填充，一次定下
+# ## 从构造上保证：真实大小与填充后的大小，一次定下
 #
 # [`plan`][trueup.core.plan] 把约定的行数当作参数，所以不存在“规划之后”的时刻让人去填充。第四个 W 行的请求是哑请求，
 # 它在每个列表里都有一项。
@@ -423,10 +427,10 @@ assert (chosen.tensor[9:, 0, 0] >= 0).all()  # the dummy's rows chose, too
 # The wish above, as a table. Each mode has three requests (IDLE none), padded to a bucket of four where rows are
 # covered. No cell is empty, and the two homes of a list, host and device, are made from one tuple.
 
-# %% [markdown] tags=["zh"] pair="135af4-0fbf85"
+# %% [markdown] tags=["zh"] pair="135af4-17acd2"
 # ## 每种模式都有每个列表
 #
-# 把上面的愿望列成表。每种模式三个请求（IDLE 没有），策略为 COVER 的填充到大小为 4 的桶。没有一格是空的；
+# 把上面的要求列成表。每种模式三个请求（IDLE 没有），策略为 COVER 的填充到大小为 4 的桶。没有一格是空的；
 # 每个列表在主机和设备上各有一份，由同一个元组生成。
 
 # %% tags=["fold"]
@@ -446,7 +450,8 @@ for mode, view in views.items():
     lines.append("<tr>" + "".join(f"<td><code>{cell}</code></td>" for cell in cells) + "</tr>")
 heads = (("mode", "模式"), ("policy", "策略"), ("q_cum", "q_cum"), ("kv_lens", "kv_lens"),
          ("block table", "块表"))
-head = "".join(f'<th><span lang="en">{en}</span><span lang="zh">{zh}</span></th>' for en, zh in heads)
+head = "".join(f'<th><span lang="en">{en}</span><span lang="zh">{zh}</span></th>'
+               for en, zh in heads)
 HTML(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>")
 
 # %%
@@ -501,8 +506,8 @@ ours(later, chosen)  # 4 rows for 4 rows, and yet refused
 # `for_layout`. What it takes has no padding and no row numbers: a mapping from request id to rows. Rows of padding get
 # the choice that we give it, here `[0, -1, -1, -1]`.
 
-# %% [markdown] tags=["zh"] pair="31027b-be4202"
-# ## 按请求跨过去
+# %% [markdown] tags=["zh"] pair="31027b-d0f183"
+# ## 按请求交接
 #
 # 沿用选好的位置是合法的，那就得从一个布局换到另一个布局。做这件事的只有一个函数：`for_layout`。
 # 它收到的东西没有填充，也没有行号，只是从请求 id 到行的映射。填充行用我们给它的选择，这里是 `[0, -1, -1, -1]`。
@@ -537,8 +542,9 @@ assert by_number[:, 0, 0].tolist() == [0, 1, 2, 3]  # four for four, three forei
 # %% tags=["fold"]
 boxes([("request", ["#0", "#2", "#3", "#4", ("dummy", "pad"), ("dummy", "pad")]),
        ("carried by number", ["r0", ("r1", "bad"), ("r2", "bad"), ("r3", "bad")]),
-       ("carried by request", ["r0", "r2", "r3", "r4", ("0, -1..", "pad"), ("0, -1..", "pad")])],
-      ("One request has left, one has joined. By number the count is right and three rows are not.",
+       ("carried by request", ["r0", "r2", "r3", "r4", *[("0, -1..", "pad")] * 2])],
+      ("One request has left, one has joined. "
+       "By number the count is right and three rows are not.",
        "一个请求离开，一个请求加入。按行号携带，个数是对的，三行的内容是错的。"))
 
 # %% [markdown] tags=["en"]
@@ -552,10 +558,10 @@ boxes([("request", ["#0", "#2", "#3", "#4", ("dummy", "pad"), ("dummy", "pad")])
 # - GROWN: the same, and each step adds its own position.
 #
 # `SharedChoiceDrafter` does the last two, with the `for_layout` of above. Five requests share three places, so they
-# finish and join all the time, and forwards that decode, verify or draft are padded to four. All texts are longer than K, so the
-# choice matters.
+# finish and join all the time, and forwards that decode, verify or draft are padded to four. All texts are longer than
+# K, so the choice matters.
 
-# %% [markdown] tags=["zh"] pair="a704fa-bac618"
+# %% [markdown] tags=["zh"] pair="60faed-bac618"
 # ## 在模型上
 #
 # glm-5-nano 是训练好的模型，K = 64，每层都有索引器，MTP 层也有。它在打草稿时看什么位置，由策略 `DraftReuse` 决定：
@@ -648,12 +654,12 @@ for name, (texts, accepted, calls) in found.items():
     assert drafting == (2 if name == "OWN" else 0)
 
 # %% [markdown] tags=["en"]
-# Each line has the same text. The three policies keep nearly the same drafts, and two of them save the indexer. The
+# All runs gave the same text. The three policies keep nearly the same drafts, and two of them skip the indexer. The
 # first draft needs no draft step; its share moves only because the rounds begin at other places. From the second on,
 # foreign rows cost acceptance, and acceptance is the only thing that shows it.
 
-# %% [markdown] tags=["zh"] pair="915fb1-81a41a"
-# 每一行的文本都相同。三种策略保留的草稿差不多，其中两种省下了索引器。第一个草稿不需要草稿步，它的比例有变动，
+# %% [markdown] tags=["zh"] pair="92d2e8-1f7541"
+# 每次运行的文本都相同。三种策略保留的草稿差不多，其中两种省掉了索引器。第一个草稿不需要草稿步，它的比例有变动，
 # 只是因为各轮的起点不同了；从第二个起，别人的行就拉低了接受率。能看出毛病的，也只有接受率。
 
 # %%
@@ -670,8 +676,8 @@ assert broken < min(shares.values()) - 0.1
 #   instead and put zeros back behind the result: TRIM of [chapter 2](ch02_shapes.md), for one attention path. It was
 #   closed. What was merged is neither TRIM nor COVER: the rows go in, and nobody owns them.
 # - sglang on GPUs has close relatives. PR #33059, on AMD: queries padded, lengths real. PR #30378: a dummy had one key
-#   and six query rows, so its first row saw 1 - 6 + 1 = -4 keys; the kernel read the number as unsigned, and as more
-#   than four thousand million. (A dummy of trueup has as many keys as rows.)
+#   and six query rows, so its first row saw 1 - 6 + 1 = -4 keys; the kernel read the number as unsigned: over four
+#   billion. (A dummy of trueup has as many keys as rows.)
 # - vllm-ascend runs both operators over all padded rows, with lists of as many requests, so that counts agree.
 #
 # ## A check list for your engine
@@ -694,14 +700,14 @@ assert broken < min(shares.values()) - 0.1
 # **1.** A toy engine. With 9 rows it works, with 12 it does not. Which one line is the bug? Mend it twice: as upstream
 # did, and so that each row has an owner.
 
-# %% [markdown] tags=["zh"] pair="5df868-aaa562"
+# %% [markdown] tags=["zh"] pair="9ab67b-5b1124"
 # ## 真实引擎怎么做
 #
 # - NPU 上的 sglang（`python/sglang/srt/hardware_backend/npu/attention/ascend_backend.py`）：修好之后就是上面的样子，
-#   最后一个长度之后还有行，索引行补 -1。同一天提交的另一个 pull request #32762 走的是另一条路：
+#   最后一个长度之后还有行，索引行补 -1。同一天提交的另一个 PR #32762 走的是另一条路：
 #   把查询切到真实的行，算完再在结果后面补零，也就是[第 2 章](ch02_shapes.md)的 TRIM，只用在一条注意力路径上；它没有合入。
 #   合入的这个既不是 TRIM 也不是 COVER：填充行照样送进去，却没有主人。
-# - GPU 上的 sglang 有几个近亲。PR #33059：AMD 上，查询填充过，长度却是真实的。PR #30378：
+# - GPU 上的 sglang 也有同类的缺陷。PR #33059：AMD 上，查询填充过，长度却是真实的。PR #30378：
 #   哑请求有一个键、六个查询行，第一行看得到 1 - 6 + 1 = -4 个键，内核按无符号数读，成了四十多亿。
 #   （trueup 的哑请求，键与行一样多。）
 # - vllm-ascend 让两个算子都在全部填充后的行上运行，列表的请求数也跟着填充，所以各处一致。
@@ -799,14 +805,14 @@ for position in (3, 4, 5):
     row = grown(row, torch.tensor([position], device=device))  # [T, 1, K]
     seen.append(row.flatten().tolist())
 assert seen == [[3, 0, 2, -1], [4, 3, 0, 2], [5, 4, 3, 0]]  # full: the worst, the last, goes
-assert set(range(6)) - {0, 2} == {1, 3, 4, 5}  # FROZEN: also all that was drafted, and its own key
+assert set(range(6)) - {0, 2} == {1, 3, 4, 5}  # FROZEN misses the drafted ones, its own, too
 
 # %% [markdown] tags=["en"]
 # **3.** Do the silent slice with trueup's functions: let `wide` be the choice of the verify forward, and try to hand its
 # first three rows to a draft forward without padding. Where does it stop? Is there a way around?
 
-# %% [markdown] tags=["zh"] pair="a874f4-1d93a6"
-# **3.** 用 trueup 的函数重做那次无声的切片：`wide` 是验证前向选出的位置，试着把它的前三行交给一次没有填充的打草稿的前向。
+# %% [markdown] tags=["zh"] pair="a874f4-7a6121"
+# **3.** 用 trueup 的函数重做那次不声不响的切片：`wide` 是验证前向选出的位置，试着把它的前三行交给一次没有填充的打草稿的前向。
 # 在哪里会被拦住？有没有办法绕过去？
 
 # %% tags=["solution"]
@@ -827,7 +833,8 @@ def stopped(action):
 bare = materialise(batch(*draft), pools)  # three rows
 assert "another forward" in stopped(lambda: ours(bare, wide))
 few = wide.tensor[:3]  # [3, 1, K]
-assert "3 token rows for a layout with 12" in stopped(lambda: Rows(Kind.TOKEN, verify.layout, few))
+refusal = stopped(lambda: Rows(Kind.TOKEN, verify.layout, few))
+assert "3 token rows for a layout with 12" in refusal
 claimed = Rows(Kind.TOKEN, bare.layout, few)
 assert stopped(lambda: ours(bare, claimed)) is None
 

@@ -28,10 +28,10 @@
 # they look *together*: add the heads up, and normalise. That is the *target*. Each head's row sums to one, so it is also
 # the mean over heads. The indexer's *guess* is the softmax of its scores.
 
-# %% [markdown] tags=["zh"] pair="926cb7-3919d8"
+# %% [markdown] tags=["zh"] pair="926cb7-76d58a"
 # **要点。** 稀疏模型不必从头按稀疏的方式训练。拿一个训练好的稠密模型，给每一层配一个索引器，让它学会这一层的注意力都看向哪里，
 # 模型就能改成稀疏的。不用人工标注：稠密注意力就是老师。下面的小模型上，半分钟就能做完。
-# 没训练的索引器从 256 个位置里选 32 个，只占注意力的三分之一左右，甚至更少，损失上升一半以上；
+# 未经训练的索引器从 256 个位置里选 32 个，只占注意力的三分之一左右，甚至更少，损失上升一半以上；
 # 训练之后能占到四分之三以上，损失与稠密模型只差百分之几。
 #
 # ## 要学的是什么
@@ -54,7 +54,8 @@ assert torch.allclose(target, heads.mean(0))
 # %% tags=["fold"]
 def row(label, values, picked=range(4)):
     styles = ["real" if i in picked else "pad" for i in range(4)]
-    return label, [(f"{v:.1f}", style) for v, style in zip(values.tolist(), styles, strict=True)]
+    pairs = zip(values.tolist(), styles, strict=True)
+    return label, [(f"{value:.1f}", style) for value, style in pairs]
 
 
 boxes([row("head 1", heads[0]), row("head 2", heads[1]),
@@ -103,8 +104,8 @@ assert (target * after).sum() > 0.79 and (target * before).sum() < 0.21
 #
 # Why this detour? Could the model's own loss not teach the indexer?
 
-# %% [markdown] tags=["zh"] pair="585962-48ed95"
-# 选中的位置占目标的份额，就是*召回*（recall）：走这一步之前是 0.2，之后是 0.8。
+# %% [markdown] tags=["zh"] pair="585962-727fa7"
+# 选中的位置占目标的份额，就是*召回率*（recall）：走这一步之前是 0.2，之后是 0.8。
 #
 # ## 梯度穿不过“选”
 #
@@ -116,7 +117,7 @@ held.backward()
 
 # %% [markdown] tags=["en"]
 # A choice is yes or no. Move a score a little, and nothing changes; move it past another, and the result jumps. There is
-# no slope to follow. The KL needs none there: it compares scores *before* the choice. When the model runs, only their
+# no slope to follow. The KL needs none: it compares scores *before* the choice. When the model runs, only their
 # order matters.
 #
 # ## Two stages
@@ -138,8 +139,8 @@ held.backward()
 # loss would change it to live with rubbish. And the indexer would be taught by that choice, too. Here it has chosen the
 # wrong half:
 
-# %% [markdown] tags=["zh"] pair="304657-7cd0b9"
-# 选就是“要”或“不要”。得分稍微动一点，什么也不变；动到越过另一个得分，结果又突然跳变。没有坡度可循。
+# %% [markdown] tags=["zh"] pair="481df3-63083a"
+# 选就是“要”或“不要”。得分稍微动一点，什么也不变；一旦越过另一个得分，结果又突然跳变。没有坡度可循。
 # KL 散度用不着它：它比较的是选*之前*的得分。真正运行模型时，要紧的只是得分的次序。
 #
 # ## 两个阶段
@@ -154,10 +155,10 @@ held.backward()
 # | 步数，词元数 | 1,000；21 亿 | 15,000；9437 亿 |
 # | 学习率 | $10^{-3}$ | $7.3 \cdot 10^{-6}$ |
 #
-# 第二阶段里，模型同样不从 KL 散度学任何东西：索引器的输入做了 detach。否则 KL 散度会为了好猜，去改动模型的注意力。
+# 第二阶段里，模型同样不从 KL 散度学任何东西：索引器的输入做了 detach。否则 KL 散度会把模型的注意力往容易猜的方向拽。
 #
 # 为什么不直接做第二阶段？这是先有鸡还是先有蛋的问题。选得不好，模型看到的就是一堆没用的东西，
-# 它自己的损失会把它改成适应这堆东西的样子；而索引器的教材，也是由这样的选择给出的。下面这个例子里，它恰好选中了错的那一半：
+# 它自己的损失会把它改成适应这堆东西的样子；而索引器学的，也正是由这样的选择定下的目标。下面这个例子里，它恰好选中了错的那一半：
 
 # %%
 from math import inf
@@ -178,26 +179,26 @@ assert (gradient[2:] < -0.2).all()
 
 # %% [markdown] tags=["en"]
 # Over the chosen positions the loss is zero: guess and attention agree, and nothing says that four fifths of the attention
-# lie elsewhere. Over all positions the gradient says it at once. So the first stage looks everywhere, which is dear,
-# though short. The second only has to keep a good choice good, while the model gets used to it.
+# lie elsewhere. Over all positions the gradient says it at once. So the first stage looks everywhere, which costs much,
+# but is short. The second only has to keep a good choice good, while the model gets used to it.
 #
 # ## Train one
 #
 # The teacher is `glm-4.7-flash-nano`, which is dense. Each of its three layers, and the MTP layer, gets a fresh indexer
-# of the sizes that `glm-5-nano` has: 16 heads of width 128. We train on windows of T = 256 tokens with K = 32. NPU
+# of the sizes that `glm-5-nano` has: 16 heads of width 128. We train on windows of T = 256 tokens with K = 32. trueup's
 # operators have no backward, so training runs a *twin* of the model: plain PyTorch, with parameters in a dictionary
 # under the names of the checkpoint. The text is the source of some standard modules. We measure on others, which the
 # dense model was not trained on, either.
 
-# %% [markdown] tags=["zh"] pair="3ec524-c82580"
+# %% [markdown] tags=["zh"] pair="f8240c-b4aeba"
 # 只看选中的位置，损失是零：猜测与注意力一致，没有任何东西提醒它，五分之四的注意力在别处。看全部位置，梯度马上就指出来了。
 # 所以第一阶段要到处看，代价高，但很短；第二阶段只需保持住好的选择，同时让模型适应它。
 #
 # ## 动手训练
 #
 # 老师是稠密的 `glm-4.7-flash-nano`。它的三层和 MTP 层各配一个全新的索引器，尺寸与 `glm-5-nano` 的相同：16 个头，宽 128。
-# 训练用 T = 256 个词元的窗口，K = 32。NPU 算子没有反向，所以训练跑的是模型的*孪生*（twin）：
-# 普通的 PyTorch，参数放在一个字典里，名字与 checkpoint 一致。训练文本是几个标准库模块的源码；测量用另外几个，稠密模型当初也没有学过它们。
+# 训练用 T = 256 个词元的窗口，K = 32。trueup 的算子没有反向，所以训练跑的是模型的*孪生*（twin）：
+# 普通的 PyTorch，参数放在一个字典里，名字与检查点一致。训练文本是几个标准库模块的源码；测量用另外几个，稠密模型当初也没有学过它们。
 
 # %%
 import inspect
@@ -242,11 +243,12 @@ assert len(mine) == 4 * 5  # of three layers and the MTP layer
 assert all(torch.equal(params[name], dense[name]) for name in tuned)
 
 # %% [markdown] tags=["en"]
-# `tuned` are tensors of the dense model that the second stage may change; they begin as copies. `losses` makes one
-# forward and gives each loss by itself. Which tensors does each reach?
+# `tuned` are tensors of the dense model that the second stage may change; they begin as copies. `trainer.rounded()` is
+# the whole model, as a dictionary. `losses` runs it once and gives each loss by itself. Which tensors does each reach?
 
-# %% [markdown] tags=["zh"] pair="7fb05e-f7e735"
-# `tuned` 是第二阶段允许改动的稠密模型张量，开始时是一份副本。`losses` 做一次前向，把各个损失分开给出。它们各自的梯度到得了哪些张量？
+# %% [markdown] tags=["zh"] pair="5ee883-d1de39"
+# `tuned` 是第二阶段允许改动的稠密模型张量，开始时是一份副本。`trainer.rounded()` 是整个模型，一个字典。
+# `losses` 拿它做一次前向，把各个损失分开给出。它们各自的梯度到得了哪些张量？
 
 # %%
 def reached(loss):
@@ -271,21 +273,23 @@ assert min(by_kl.values()) > 0
 # %% [markdown] tags=["en"]
 # So the two can run side by side, in one backward, without disturbing each other.
 #
-# Now measure: the dense model, and the same with the choice of untrained indexers. A *random* choice would hold K of the
-# t + 1 positions that row t sees. Recall is taken over the rows that see more than K, by layer; the fourth is the MTP
-# layer's.
+# Now measure: the dense model, where indexers choose but attention takes no notice, and the same model with attention
+# to their choice. A *random* K of the t + 1 positions that row t sees would hold, on average, K / (t + 1) of its
+# attention. Recall is taken over the rows that see more than K, by layer; the fourth is the MTP layer's.
 
-# %% [markdown] tags=["zh"] pair="41f40d-35e1b3"
+# %% [markdown] tags=["zh"] pair="69a02a-5591fb"
 # 所以两者可以在同一次反向里并行，互不干扰。
 #
-# 现在测一测：先是稠密模型，再是同一个模型，但注意力由没训练的索引器来选。第 t 行看得到 t + 1 个位置，*随机*选就占其中的 K 个。
-# 召回只统计看得到的位置超过 K 个的行，按层列出，第四个是 MTP 层的。
+# 现在测一测：先是稠密模型（索引器照选，注意力不理会），再是同一个模型，但位置由未经训练的索引器来选。第 t 行看得到 t + 1 个位置，*随机*选 K 个，
+# 平均占到的份额是 K / (t + 1)。
+# 召回率只统计看得到的位置超过 K 个的行，按层列出，第四个是 MTP 层的。
 
 # %%
 def measure(label, **kwargs):
     found = indexer.evaluate(trainer.rounded(), small, unseen, T=256, limit=16, **kwargs)
     recall = [found[f"recall{layer}"] for layer in range(4)]  # 3: the MTP layer
-    print(f"{label:<16} loss {found['loss']:.2f}   recall", *(f"{share:.2f}" for share in recall))
+    shares = " ".join(f"{share:.2f}" for share in recall)
+    print(f"{label:<16} loss {found['loss']:.2f}   recall {shares}")
     return found["loss"], recall
 
 
@@ -297,11 +301,12 @@ assert lost > 1.5 * at_first and max(untrained) < 0.4
 
 # %% [markdown] tags=["en"]
 # The first stage: 40 steps on four windows each. Everything but the indexers is frozen. `step` is told which share of
-# the training is done; below `WARM_UP` it is in this stage. (Matrices learn by the optimiser Muon, vectors by AdamW.)
+# the training is done; below `WARM_UP` it is in this stage. (Matrices learn by the optimiser Muon, which makes a step
+# nearly as long in every direction; vectors by AdamW.)
 
-# %% [markdown] tags=["zh"] pair="3c182a-4d8020"
+# %% [markdown] tags=["zh"] pair="e10113-fcd2ed"
 # 第一阶段：40 步，每步四个窗口，索引器以外的一切都冻结。要告诉 `step` 训练进行到了几成；不到 `WARM_UP` 就是这个阶段。
-# （矩阵用 Muon 优化器，向量用 AdamW。）
+# （矩阵用 Muon 优化器，它让每一步在各个方向上的步长几乎相同；向量用 AdamW。）
 
 # %%
 curve = []
@@ -315,12 +320,12 @@ assert min(recall) > 0.75 and warm < 1.05 * at_first
 
 # %% [markdown] tags=["en"]
 # And the second, six steps. Now attention is sparse in training, too, and the model learns along. Had we begun here, with
-# untrained indexers, the model would have been changed much more: `by_main` above is its gradient with those. Compare
-# it with the present one:
+# untrained indexers, the model would have been changed much more: its gradient with those is `by_main`, above; now
+# it is not two thirds as long:
 
-# %% [markdown] tags=["zh"] pair="4ccbf1-8e621d"
-# 接着是第二阶段，六步。现在训练时的注意力也是稀疏的，模型跟着一起学。假如一开始就做这一步，用没训练的索引器，模型的变动会大得多：
-# 前面的 `by_main` 就是那时模型的梯度，和现在的比一比：
+# %% [markdown] tags=["zh"] pair="d0c1eb-2c93a2"
+# 接着是第二阶段，六步。现在训练时的注意力也是稀疏的，模型跟着一起学。假如一开始就做这一步，用未经训练的索引器，模型的变动会大得多：
+# 那时模型的梯度就是前面的 `by_main`，现在的长度不到它的三分之二：
 
 # %%
 def length(lengths):  # of all together
@@ -346,17 +351,19 @@ line = " ".join(f"{x:g},{y:.1f}" for x, y in points)
 marks = "".join(f'<text x="34" y="{134 - 16 * v}" text-anchor="end">{v}</text>'
                 for v in (0, 2, 4, 6))
 stage = points[40][0] - 4
-axes = (f'<g stroke="currentColor" stroke-opacity="0.6" fill="none"><path d="M40 10V130H435"/>'
-        f'<path d="M{stage:g} 10V130" stroke-dasharray="4 4"/></g><text x="40" y="146">1</text>'
-        '<text x="435" y="146" text-anchor="end">46</text>')
-caption = ('<span lang="en">KL by step, added up over the four layers, on the windows of the step. '
-           'At the dashed line stage 2 begins: from there it counts chosen positions only.</span>'
+axes = ('<g stroke="currentColor" stroke-opacity="0.6" fill="none"><path d="M40 10V130H435"/>'
+        f'<path d="M{stage:g} 10V130" stroke-dasharray="4 4"/></g>'
+        '<text x="40" y="146">1</text><text x="435" y="146" text-anchor="end">46</text>')
+caption = ('<span lang="en">KL by step, added up over the layers, on the step\'s windows. '
+           'At the dashed line stage 2 begins: from there it counts chosen positions only.'
+           '</span>'
            '<span lang="zh">每一步的 KL 散度，四层相加，在这一步的窗口上计算。'
            '虚线处第二阶段开始，此后只算选中的位置。</span>')
-HTML('<figure class="trueup-picture"><svg viewBox="0 0 450 150" width="450" '
-     'style="max-width:100%;height:auto" role="img" aria-label="KL by step" fill="currentColor" '
-     f'font-size="12">{axes}{marks}<polyline points="{line}" fill="none" stroke="currentColor" '
-     f'stroke-width="2"/></svg><figcaption>{caption}</figcaption></figure>')
+HTML('<figure class="trueup-picture"><svg viewBox="0 0 450 150" width="450" role="img" '
+     'style="max-width:100%;height:auto" aria-label="KL by step" fill="currentColor" '
+     f'font-size="12">{axes}{marks}<polyline points="{line}" fill="none" '
+     'stroke="currentColor" stroke-width="2"/></svg>'
+     f'<figcaption>{caption}</figcaption></figure>')
 
 # %% [markdown] tags=["en"]
 # The second stage has changed next to nothing here: after the warm-up there was little left to gain, and six steps gain
@@ -366,18 +373,20 @@ HTML('<figure class="trueup-picture"><svg viewBox="0 0 450 150" width="450" '
 #
 # We wanted recall, and trained something else. But the one bounds the other. For any set of positions, its mass under
 # the target and its mass under the guess differ by at most $\sqrt{D/2}$ (Pinsker's inequality). The choice is the best
-# set under the guess. So it can fall behind the best set under the target by at most twice that, $\sqrt{2D}$. To check
-# it, an onlooker takes each layer's input and attention from a dense forward:
+# set under the guess. So it can fall behind the best set under the target by at most twice that, $\sqrt{2D}$,
+# also on average over rows, since the root is concave. To check it, an onlooker (`attend`) takes each layer's input and
+# attention from a dense forward:
 
-# %% [markdown] tags=["zh"] pair="0733f8-d67062"
+# %% [markdown] tags=["zh"] pair="9a7563-b22bc4"
 # 在这里，第二阶段几乎没有改变什么：预热之后剩下的余地本来就小，六步也做不了多少。在 DeepSeek 的规模上，它几乎就是全部工作：
 # 9458 亿个词元里的 9437 亿。
 #
 # ## 为什么该用 KL 散度
 #
-# 想要的是召回，训练的却是另一个量。不过后者能约束前者。任取一组位置，它在目标下的份额与在猜测下的份额，最多相差 $\sqrt{D/2}$
-# （Pinsker 不等式）。选中的是猜测下最好的一组，所以与目标下最好的一组相比，最多落后这个数的两倍，即 $\sqrt{2D}$。
-# 为了验证，在一次稠密的前向里放一个旁观者，取下每一层的输入和注意力：
+# 想要的是召回率，训练的却是另一个量。不过后者能约束前者。任取一组位置，它在目标下的份额与在猜测下的份额，最多相差 $\sqrt{D/2}$
+# （Pinsker 不等式）。选中的是猜测下最好的一组，所以与目标下最好的一组相比，最多落后这个数的两倍，即 $\sqrt{2D}$；平方根是凹函数，
+# 所以对各行取平均也成立。
+# 为了验证，在一次稠密的前向里挂一个观察函数（`attend`），取下每一层的输入和注意力：
 
 # %%
 from trueup.models.training import twin
@@ -386,7 +395,7 @@ from trueup.models.training.indexer_twin import index_scores
 
 @torch.no_grad()
 def look(stream, count, seed, T=256):
-    """By layer of a dense forward: its input [B, T, H], its attention [B, T, T], heads averaged."""
+    """By layer of a dense forward: input [B, T, H], attention [B, T, T], heads averaged."""
     seen = {}
 
     def attend(layer, x, q, k, v):  # [B, T, H], [B, N, T, D] twice, [B, N, T, Dv]
@@ -406,10 +415,12 @@ def recall_of(attention, scores, k):  # over rows that see more than k
 ours = trainer.rounded()
 for layer, (x, attention) in look(unseen, 8, seed=1).items():
     with torch.no_grad():
+        # ours | dense: the dense model's tensors, and our indexers besides
         scores = index_scores(ours | dense, small, layer, x)  # [B, T, T]
     best, got = recall_of(attention, attention, 32), recall_of(attention, scores, 32)
     bound = (2 * divergence(attention[:, 32:], scores[:, 32:]).item()) ** 0.5
-    print(f"layer {layer}: at least {best - bound:.2f}, reached {got:.2f}, best choice {best:.2f}")
+    print(f"layer {layer}: at least {best - bound:.2f}, reached {got:.2f}, "
+          f"best choice {best:.2f}")
     assert best - bound <= got <= best + 1e-6 and best - got < 0.1
 
 # %% [markdown] tags=["en"]
@@ -420,13 +431,13 @@ for layer, (x, attention) in look(unseen, 8, seed=1).items():
 # `glm-5-nano` comes with trueup. It was made by the same two functions, `init_params` and `Trainer`, from the whole
 # standard library in place of nine modules. It has K = 64. Take windows of 512:
 
-# %% [markdown] tags=["zh"] pair="592887-e2236d"
+# %% [markdown] tags=["zh"] pair="592887-ffd054"
 # 实际做到的，比保证的好得多。
 #
 # ## glm-5-nano 的索引器
 #
-# `glm-5-nano` 是 trueup 自带的，由同样的两个函数 `init_params` 和 `Trainer` 做成，只是教材不是九个模块，而是整个标准库。
-# 它的 K = 64。取 512 的窗口：
+# `glm-5-nano` 是 trueup 自带的，由同样的两个函数 `init_params` 和 `Trainer` 做成，只是训练文本不是九个模块，而是整个标准库。
+# 它的 K = 64。取 512 个词元的窗口：
 
 # %%
 sparse, _ = load_model(zoo.path("glm-5-nano"))
@@ -443,11 +454,10 @@ print("recall by layer:", *(f"{share:.2f}" for share in recall))
 assert abs(as_sparse["loss"] / as_dense["loss"] - 1) < 0.02 and min(recall) > 0.8
 
 # %% [markdown] tags=["en"]
-# (`sparse | dense` is a dictionary with the dense model's tensors, and the indexers besides.) What did the longer
-# training buy? Ask each indexer for its best k, on the dense model's attention:
+# What did the longer training buy? Ask each indexer for its best k, on the dense model's attention:
 
-# %% [markdown] tags=["zh"] pair="1911f4-51a46f"
-# （`sparse | dense` 是一个字典：稠密模型的张量，加上索引器。）训练得更久，换来了什么？在稠密模型的注意力上，让每个索引器各给出最好的 k 个：
+# %% [markdown] tags=["zh"] pair="6c454a-24704f"
+# 训练得更久，换来了什么？在稠密模型的注意力上，让每个索引器各给出最好的 k 个：
 
 # %%
 KS = (8, 16, 32, 64, 128, 256)
@@ -477,8 +487,9 @@ LOOKS = ('stroke-width="2"', 'stroke-width="2" stroke-dasharray="7 3"',
 drawn = ""
 for layer, lines in curves.items():
     x0 = 34 + 150 * layer
-    drawn += (f'<path d="M{x0} 20V140H{x0 + 120}" stroke="currentColor" fill="none" opacity="0.5"/>'
-              f'<text x="{x0 + 60}" y="14" text-anchor="middle">layer {layer}</text>')
+    drawn += (f'<path d="M{x0} 20V140H{x0 + 120}" stroke="currentColor" fill="none" '
+              f'opacity="0.5"/><text x="{x0 + 60}" y="14" text-anchor="middle">'
+              f'layer {layer}</text>')
     for i in (0, 3, 5):
         drawn += f'<text x="{x0 + 24 * i}" y="154" text-anchor="middle">{KS[i]}</text>'
     for v in (0, 0.5, 1):
@@ -487,10 +498,11 @@ for layer, lines in curves.items():
         points = " ".join(f"{x0 + 24 * i},{140 - 120 * v:.1f}" for i, v in enumerate(values))
         drawn += f'<polyline points="{points}" fill="none" stroke="currentColor" {style}/>'
 caption = ('<span lang="en">Recall by k. Solid: glm-5-nano; dashed: ours; dotted: untrained; '
-           'thin: the best possible.</span><span lang="zh">k 处的召回。实线：glm-5-nano；虚线：我们的；'
-           '点线：没训练的；细线：可能的最好结果。</span>')
-HTML('<figure class="trueup-picture"><svg viewBox="0 0 464 160" width="580" '
-     'style="max-width:100%;height:auto" role="img" aria-label="recall by k" fill="currentColor" '
+           'thin: the best possible, nearly hidden by the first two.</span>'
+           '<span lang="zh">k 处的召回率。实线：glm-5-nano；虚线：我们的；'
+           '点线：未经训练的；细线：最优的选择，几乎被前两条遮住。</span>')
+HTML('<figure class="trueup-picture"><svg viewBox="0 0 464 160" width="580" role="img" '
+     'style="max-width:100%;height:auto" aria-label="recall by k" fill="currentColor" '
      f'font-size="11">{drawn}</svg><figcaption>{caption}</figcaption></figure>')
 
 # %% [markdown] tags=["en"]
@@ -503,8 +515,8 @@ HTML('<figure class="trueup-picture"><svg viewBox="0 0 464 160" width="580" '
 # Sparse and dense model share most of their tensors. So `glm-5-nano` is kept as a *delta*: a file with the tensors that
 # are new or changed, and a note that names the dense model for the rest.
 
-# %% [markdown] tags=["zh"] pair="7660e4-e250e5"
-# 我们的已经很接近，尽管它是在 256 的窗口上学的，考的却是 512。能学的大半一下子就学到了。
+# %% [markdown] tags=["zh"] pair="7660e4-65c9cb"
+# 我们的已经很接近，尽管学的时候窗口是 256，考的时候是 512。该学的大半一开始就学到了。
 # 训练得更久，在看距离的第 1 层（[第 13 章](ch13_sparse.md)）几乎没有再添什么，其余各层多出几个百分点。
 #
 # ## 差别很小
@@ -524,10 +536,12 @@ def share(names):
 
 
 left_out = [n for n in sparse if n.endswith("kv_b_proj.weight")]
-print(f"indexers {share(mine):.2f}, tuned {share(tuned):.2f}, kv_b would be {share(left_out):.2f}")
+print(f"indexers {share(mine):.2f}, tuned {share(tuned):.2f}, "
+      f"kv_b would be {share(left_out):.2f}")
 assert share([*mine, *tuned]) < 0.5 and not set(left_out) & set(changed)
 
-glm5 = 78 * (32 * 128 * 2048 + 128 * 6144 + 32 * 6144 + 2 * 128)  # wq_b, wk, weights_proj, k_norm
+# wq_b, wk, weights_proj and k_norm of 78 layers
+glm5 = 78 * (32 * 128 * 2048 + 128 * 6144 + 32 * 6144 + 2 * 128)
 assert 0.0009 < glm5 / 743.9e9 < 0.0011
 
 # %% [markdown] tags=["en"]
@@ -558,13 +572,13 @@ assert 0.0009 < glm5 / 743.9e9 < 0.0011
 # and a layer's inputs and attention can be kept. `learn` trains the indexer of one layer on what an onlooker kept, and
 # returns its last loss and its scores on unseen windows.
 
-# %% [markdown] tags=["zh"] pair="3d260c-8d1533"
+# %% [markdown] tags=["zh"] pair="3d260c-0c19a4"
 # GLM-5 有 78 层，全部索引器加起来只占权重的千分之一。在这里占得多些，因为别的都很小。
-# 我们省去了什么：DeepSeek 的第二阶段训练整个模型，我们则不动 `kv_b`、专家、词嵌入和 `lm_head`。
+# 我们省去了什么：DeepSeek 的第二阶段训练整个模型，我们则不动 `kv_b`、专家、嵌入和输出头。
 # 稀疏的一行看到的东西少了，要调整的是注意力怎样问、问到之后交出什么：查询和潜变量的投影、输出投影，还有归一化。
 # 其余的也训练，文件会变大，收益却不多。
 #
-# `make train-indexer` 可以把附带的这一个重新做一遍，也就是 `python -m trueup.models.training indexer --model FOLDER`，
+# `make train-indexer` 可以把自带的这个模型重新做一遍，也就是 `python -m trueup.models.training indexer --model FOLDER`，
 # 其中的文件夹放着稠密模型；中断后可以接着跑。训练了多久、在什么机器上、达到了什么水平，都写在模型卡 `zoo/glm-5-nano/README.md` 里。
 #
 # ## 真实引擎怎么做
@@ -579,7 +593,7 @@ assert 0.0009 < glm5 / 743.9e9 < 0.0011
 # ## 练习
 #
 # 做实验有更快的办法。预热时只有索引器在变，所以各层互不相干，一层的输入和注意力可以存下来反复用。
-# `learn` 用旁观者存下的数据训练某一层的索引器，返回最后的损失，以及它在没见过的窗口上的得分。
+# `learn` 用观察函数存下的数据训练某一层的索引器，返回最后的损失，以及它在没见过的窗口上的得分。
 
 # %%
 from trueup.models.training.optim import Muon
@@ -590,7 +604,7 @@ lesson, test = look(lessons, 48, seed=1), look(unseen, 16, seed=2)
 def learn(layer, heads=4, relu=True, only_chosen=None, seed=0, steps=40):
     c = replace(small, indexer=replace(small.indexer, heads=heads))
     p = twin.init_params(c, seed) | dense
-    new = [v.requires_grad_() for n, v in p.items() if f"layers.{layer}.self_attn.indexer." in n]
+    new = [v.requires_grad_() for n, v in p.items() if f"layers.{layer}.self_attn.index" in n]
     muon = Muon({str(i): v for i, v in enumerate(new) if v.ndim == 2}, heads=1, decay=0.0)
     adamw = torch.optim.AdamW([v for v in new if v.ndim == 1], lr=indexer.LR["rest"])
     for i in range(steps):
@@ -612,8 +626,8 @@ def learn(layer, heads=4, relu=True, only_chosen=None, seed=0, steps=40):
 # **1.** Begin with the second stage's loss, in layer 2, with K = 8. Compare its last loss, its recall, and its KL over all
 # positions with those of the first stage's.
 
-# %% [markdown] tags=["zh"] pair="cd0e86-03ae36"
-# **1.** 在第 2 层上，K = 8，一上来就用第二阶段的损失。把它最后的损失、召回、在全部位置上的 KL 散度，与第一阶段的比一比。
+# %% [markdown] tags=["zh"] pair="cd0e86-5fed9d"
+# **1.** 在第 2 层上，K = 8，一上来就用第二阶段的损失。把它最后的损失、召回率、在全部位置上的 KL 散度，与第一阶段的比一比。
 
 # %% tags=["solution"]
 _, attention = test[2]
@@ -675,16 +689,16 @@ for relu in (True, False):
 # takes all heads of a layer to be dead at once. Without ReLU nothing dies, and recall is as good here; the paper's reason
 # for ReLU is speed.
 
-# %% [markdown] tags=["zh", "solution"] pair="a032fe-a9f7f9"
+# %% [markdown] tags=["zh", "solution"] pair="a032fe-d14d9c"
 # 有的头*死*了：所有点积都是负的，ReLU 把得分全变成 0，梯度也过不来。要出事，得一层的头同时全死。
-# 不用 ReLU 就不会死，在这里召回也一样好；论文说，用 ReLU 是为了快。
+# 不用 ReLU 就不会死，在这里召回率也一样好；论文说，用 ReLU 是为了快。
 
 # %% [markdown] tags=["en"]
 # **4.** LayerNorm's bias can move an index key's zero ([chapter 13](ch13_sparse.md)). Has `glm-5-nano` made use of it? Set
 # the bias to zero, and look at the recall. Compare: leave the ReLU out of the finished model.
 
-# %% [markdown] tags=["zh"] pair="33d35a-000ef8"
-# **4.** LayerNorm 的偏置可以移动索引键的零点（[第 13 章](ch13_sparse.md)）。`glm-5-nano` 用上它了吗？把偏置置零，看看召回。
+# %% [markdown] tags=["zh"] pair="33d35a-71252b"
+# **4.** LayerNorm 的偏置可以移动索引键的零点（[第 13 章](ch13_sparse.md)）。`glm-5-nano` 用上它了吗？把偏置置零，看看召回率。
 # 再比一比：从训练好的模型里去掉 ReLU。
 
 # %% tags=["solution"]
@@ -694,7 +708,8 @@ def at_64(params, **kwargs):
             for layer, (x, attention) in far.items()]  # by layer
 
 
-unbiased = {n: torch.zeros_like(v) if n.endswith("k_norm.bias") else v for n, v in sparse.items()}
+zeros = {n: torch.zeros_like(v) for n, v in sparse.items() if n.endswith("k_norm.bias")}
+unbiased = sparse | zeros
 usual, no_bias, no_relu = at_64(sparse), at_64(unbiased), at_64(sparse, relu=False)
 assert max(a - b for a, b in zip(usual, no_bias, strict=True)) < 0.02  # hardly any use
 assert max(a - b for a, b in zip(usual, no_relu, strict=True)) > 0.02  # it relies on that

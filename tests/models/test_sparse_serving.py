@@ -19,6 +19,7 @@ from trueup.core.cli import main
 from trueup.core.engine import Engine, EngineConfig
 from trueup.core.layout import Form, Mode
 from trueup.core.ops.capture import capture
+from trueup.core.ops.contract import profile
 from trueup.core.rows import Kind, Rows
 from trueup.core.sampling import SamplingParams
 from trueup.core.speculation.acceptance import Acceptance
@@ -274,3 +275,18 @@ def test_the_benchmark_counts_what_a_policy_saves(model, source, name):
     drafted = index_reuse.drafted(model, prompts, index_reuse.plain(model, prompts))
     assert drafted.other == 0 and drafted.calls == {"drafts grown": 4, "layers 0 1 1 3": 5}[name]
     assert 1 < drafted.tokens_per_round <= 4 and 0 < drafted.error < 1
+
+
+@pytest.mark.parametrize("drafts", DraftReuse)
+def test_a_device_would_take_every_call(source, drafts):
+    """In bf16, with every rule of the contracts on: prompts on either side of top-k, chunks, drafting, verification."""
+    small = load_model(NAME, dtype="bfloat16", progress=False)
+    small.reuse = replace(small.reuse, drafts=drafts)
+    engine, modes = Engine(small, EngineConfig(num_pages=9, prefill_tokens=60), make_drafter("mtp", small, 3)), set()
+    with profile("device"):
+        for prompt in some_prompts(source, 3):
+            engine.add(prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+        while engine.has_work:
+            done = engine.step()
+            modes |= {s.mode for layout in (done.layout, *done.draft_layouts) for s in layout.segments}
+    assert modes >= {Mode.PREFILL, Mode.EXTEND, Mode.VERIFY, Mode.DRAFT, Mode.DRAFT_EXTEND}

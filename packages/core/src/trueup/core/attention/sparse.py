@@ -54,7 +54,7 @@ def choose(
 def sees_all(seg: SegmentView, chosen: Rows) -> bool:
     """Prompts no longer than K: a row would choose all that it sees, so dense attention does, and costs less.
 
-    sglang makes the same short cut, for prompts alone (sglang: srt/layers/attention/nsa_backend.py).
+    sglang makes the same short cut on GPUs, for prompts alone (sglang: srt/layers/attention/nsa_backend.py).
     """
     return seg.segment.form is Form.EXPANDED and max(seg.kv_lens) <= chosen.tensor.shape[-1]
 
