@@ -1,5 +1,6 @@
 """capture() and replay(): what is written of a call, and that it breaks the same rules when it is made again."""
 import json
+import resource
 import subprocess
 import sys
 from random import Random
@@ -237,6 +238,16 @@ def test_values_that_are_too_many_are_unknown_and_nobodys_fault():
     assert replayed(name, sparse_call(513, query_rope=narrow)).error.argument == "key_rope"  # before the values
     [found] = explain(json.dumps(recorded((name, sparse_call(513)))))
     assert dict(found.rows)["broken"] == "no rule" and "sparse_indices" in dict(found.rows)["note"]
+
+
+def test_a_recorded_cache_takes_no_memory():
+    """4 GiB, which nothing writes: a device's cache is larger than a laptop."""
+    def most():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    before = most()
+    cache = torch.empty(2**18, 8192, dtype=torch.bfloat16, device="meta")
+    assert replayed("npu_rms_norm", {"self": cache, "gamma": torch.ones(8192, dtype=torch.bfloat16)}).error is None
+    assert most() - before < 2**29
 
 
 def test_values_that_no_rule_reads_need_not_be_known(monkeypatch):

@@ -6,6 +6,7 @@ recording lacks these, the tensor has no data at all: a rule that reads it ends 
 zeros that nobody passed.
 """
 import json
+import mmap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,10 +104,12 @@ def _bytes(tensor: dict[str, Any]) -> int:
 
 
 def _zeros(size: int) -> torch.UntypedStorage | None:
+    """Zeros that take no memory until they are written: a recorded cache may be larger than this machine."""
     try:
-        return torch.zeros(size, dtype=torch.uint8).untyped_storage()
-    except RuntimeError:  # more than this system promises; then it is described, and holds nothing
+        pages = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):  # more than this system promises; then it is described, and holds nothing
         return None
+    return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
 
 
 def _dtype(tensor: dict[str, Any]) -> torch.dtype:
