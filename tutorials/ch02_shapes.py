@@ -38,8 +38,8 @@
 #
 # The graph was recorded for 8 rows, so three rows of zeros are appended. Whose are they?
 
-# %% [markdown] tags=["zh"] pair="3bf16d-fba0cb"
-# **要点。** 每次前向之前，服务引擎都要*规划*：每个请求有几行查询、多少个键，缓存行放在哪里。它还要*填充*（padding）：
+# %% [markdown] tags=["zh"] pair="3bf16d-afe950"
+# **要点。** 每次前向之前，推理引擎都要*规划*：每个请求有几行查询、多少个键，缓存行放在哪里。它还要*填充*（padding）：
 # 计算图（graph）只按少数几种尺寸录制，协同工作的几个设备也要约定同一个行数。如果先规划、后填充，
 # 同一次算子调用里的张量描述的就是两个不同的 batch。trueup 用一个函数 `plan` 同时做这两件事。它返回的 `Layout`（布局）
 # 不可修改，这次前向的所有张量和列表都由它推导出来，所以其中任何一个都不可能描述别的 batch。

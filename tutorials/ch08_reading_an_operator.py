@@ -150,9 +150,9 @@ assert defaults["attention_mode"] == 0  # which the rule above refuses
 # after the other; keys in layout `PA_BSND`, in pages. For this form the sheet says the axes. On a laptop the widths are
 # numbers that fit on a page.
 
-# %% [markdown] tags=["zh"] pair="7d473c-150ec8"
+# %% [markdown] tags=["zh"] pair="7d473c-388f34"
 # 现在来一个 batch。请求 A 有 3 个查询行（一个词元加两个草稿词元），缓存里有 7 个键，这三个也算在内。请求 B 有 1 行和 3 个键。
-# 形式选服务引擎所用的那种：查询是 TND 布局，所有请求的行首尾相接；键是 `PA_BSND` 布局，存在页里。
+# 形式选推理引擎所用的那种：查询是 TND 布局，所有请求的行首尾相接；键是 `PA_BSND` 布局，存在页里。
 # 选定形式，契约页就给出各个轴。在笔记本电脑上，宽度取一页纸写得下的数。
 
 # %%
