@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trueup.core.ops.cache import scatter  # noqa: F401  (declares the operators)
 from trueup.core.ops.contract import Check, ContractError, profile
+from trueup.core.ops.mla import kv_rmsnorm_rope_cache  # noqa: F401
 from trueup.core.ops.registry import OPERATORS
 
 FUSED, SCATTER = OPERATORS["npu_kv_rmsnorm_rope_cache"], OPERATORS["npu_scatter_pa_kv_cache"]

@@ -3,9 +3,7 @@ import pytest
 import torch
 
 from trueup.core.ops.contract import assume
-from trueup.core.ops.matmul import (
-    transpose_batchmatmul,  # noqa: F401  (declare the operators)
-)
+from trueup.core.ops.matmul import grouped_matmul, transpose_batchmatmul  # noqa: F401  (declare the operators)
 from trueup.core.ops.registry import OPERATORS
 
 GROUPED, ON_HOST = OPERATORS["npu_grouped_matmul"], OPERATORS["npu_grouped_matmul.List"]

@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from trueup.core.ops.contract import ContractError, assume
-from trueup.core.ops.matmul import (
-    quant_matmul,  # noqa: F401  (declare the operators)
-)
+from trueup.core.ops.matmul import dynamic_quant, quant_matmul  # noqa: F401  (declare the operators)
 from trueup.core.ops.matmul.int8 import pack, unpack
 from trueup.core.ops.registry import OPERATORS
 

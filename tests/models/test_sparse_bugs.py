@@ -102,7 +102,7 @@ def carried(narrow):
     requests = Requests(narrow, [random_ids(30, seed) for seed in range(3)], buckets=(4,))
     requests.feed([9, 13, 16], Mode.PREFILL)
     layout = requests.plan([2, 2, 2], Mode.DRAFT_EXTEND)
-    choices, view = Choices(layout, narrow.reuse), materialise(layout, requests.pools)
+    choices, view = Choices(narrow.reuse), materialise(layout, requests.pools)
     with torch.inference_mode():
         narrow.forward_mtp(torch.arange(8), torch.arange(512.0).view(8, 64).sin(), view, requests.pools, choices)
     requests.done = [11, 15, 18]
@@ -114,7 +114,7 @@ def carried(narrow):
 def draft(requests, layout, chosen):
     """One draft step with given positions; its hidden rows, and what attention returned for them."""
     attended, real = [], sparse.sparse
-    view, choices = materialise(layout, requests.pools), Choices(layout, requests.model.reuse, {3: chosen})
+    view, choices = materialise(layout, requests.pools), Choices(requests.model.reuse, {3: chosen})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mla, "sparse", lambda *args: attended.append(real(*args)) or attended[-1])
         tokens, hidden = torch.arange(4), torch.arange(256.0).view(4, 64).sin()

@@ -213,9 +213,9 @@ def test_positions_of_another_forward_are_refused_even_of_equal_counts(model):
     layouts = [requests.plan([1, 1, 1], Mode.DECODE) for _ in range(2)]
     assert layouts[0].segments == layouts[1].segments
     views = [materialise(layout, requests.pools) for layout in layouts]
-    choices, hidden = Choices(layouts[0], model.reuse), torch.zeros(4, model.config.hidden_size)
+    choices, hidden = Choices(model.reuse), torch.zeros(4, model.config.hidden_size)
     with torch.inference_mode():
         model.forward_mtp(torch.zeros(4, dtype=torch.int64), hidden, views[0], requests.pools, choices)
-        stale = Choices(layouts[1], model.reuse, choices.by_layer)
+        stale = Choices(model.reuse, choices.by_layer)
         with pytest.raises(ValueError, match=r"positions are .* of another forward.*for_layout"):
             model.forward_mtp(torch.zeros(4, dtype=torch.int64), hidden, views[1], requests.pools, stale)

@@ -2,6 +2,7 @@
 import torch
 
 from trueup.core.cache import Pools
+from trueup.core.layout import Mode
 from trueup.core.pages import PagePool
 from trueup.core.planning import Work, plan
 from trueup.core.view import input_ids, materialise
@@ -68,6 +69,19 @@ class Batch:
             rows = layout.token_rows[w.request]
             self.logits[w.request].append(logits[rows.start : rows.stop])
             self.done[w.request] += w.length
+
+    def in_uneven_chunks(self):
+        """The whole of each request as prompts, behind prefixes, with three rows of no request."""
+        for size in (1, 3, 60, 9, 128):
+            lengths = [min(size + r, left) for r, left in enumerate(self.left())]
+            if any(lengths):
+                self.feed(lengths, Mode.PREFILL, rows=sum(lengths) + 3)
+
+    def to_the_end(self, tail, most, mode):
+        """All but up to ``tail`` tokens as a prompt, the rest ``most`` at a time; short requests leave early."""
+        self.feed([max(1, left - tail) for left in self.left()], Mode.PREFILL)
+        while any(self.left()):
+            self.feed([min(most, left) for left in self.left()], mode)
 
     def left(self):
         return [len(ids) - done for ids, done in zip(self.ids, self.done, strict=True)]

@@ -44,10 +44,7 @@ def test_prefill_in_one_shot(pair, sequences, count):
 def test_prefill_in_uneven_chunks(pair, sequences):
     """From shorter than top-k, where attention is dense, to longer; behind prefixes, with rows of no request."""
     batch = SparseBatch(pair[1], sequences)
-    for size in (1, 3, 60, 9, 128):
-        lengths = [min(size + r, left) for r, left in enumerate(batch.left())]
-        if any(lengths):
-            batch.feed(lengths, Mode.PREFILL, rows=sum(lengths) + 3)
+    batch.in_uneven_chunks()
     assert not any(batch.left())
     assert_equal(batch, sequences)
 
@@ -55,18 +52,14 @@ def test_prefill_in_uneven_chunks(pair, sequences):
 def test_step_by_step_decoding_padded_to_eight(pair, sequences):
     """All but up to 12 tokens as a prompt, the rest one by one; short requests leave the batch early."""
     batch = SparseBatch(pair[1], sequences)
-    batch.feed([max(1, left - 12) for left in batch.left()], Mode.PREFILL)
-    while any(batch.left()):
-        batch.feed([min(1, left) for left in batch.left()], Mode.DECODE)
+    batch.to_the_end(tail=12, most=1, mode=Mode.DECODE)
     assert_equal(batch, sequences)
 
 
 def test_verify_rows_equal_the_library_too(pair, sequences):
     """Several query rows a request in the absorbed form, as speculation asks."""
     batch = SparseBatch(pair[1], sequences)
-    batch.feed([max(1, left - 9) for left in batch.left()], Mode.PREFILL)
-    while any(batch.left()):
-        batch.feed([min(4, left) for left in batch.left()], Mode.VERIFY)
+    batch.to_the_end(tail=9, most=4, mode=Mode.VERIFY)
     assert_equal(batch, sequences)
 
 

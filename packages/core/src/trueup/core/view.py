@@ -78,7 +78,7 @@ def _segment(s: Segment, page_size: int, device: torch.device) -> SegmentView:
         for row, length in zip(s.pages, s.prefix_lens, strict=True)
         for position in range(length if s.form is Form.EXPANDED else 0)
     ]
-    slots = s.slots[: s.operator_tokens]
+    slots = int64(s.slots[: s.operator_tokens])  # [T]
     return SegmentView(
         segment=s,
         rows=slice(s.first_row, s.first_row + s.operator_tokens),
@@ -89,7 +89,7 @@ def _segment(s: Segment, page_size: int, device: torch.device) -> SegmentView:
         kv_lens_device=int32(s.kv_lens),  # [Bp]
         block_table=int32(s.pages),  # [Bp, max_pages]
         prefix_slots=int64(prefix),  # [S]
-        slots=int64(slots),  # [T]
-        places=int64([divmod(slot, page_size) for slot in slots]),  # [T, 2]
+        slots=slots,
+        places=torch.stack((slots // page_size, slots % page_size), 1),  # [T, 2]
         mask=causal_mask(device) if s.width > 1 else None,  # [2048, 2048]
     )

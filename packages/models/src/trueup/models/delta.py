@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from trueup.models.stored import Stored, read, stored_tensors
+from trueup.models.stored import Stored, read, stored_tensors, write
 
 _FILE = "delta.json"
 # Nothing but a neighbour: a checkpoint from elsewhere must not make us read files of its choice.
@@ -81,7 +80,5 @@ def write_delta(tensors: Mapping[str, Tensor], base: Path, folder: Path) -> None
         name for name, value in read({name: held[name] for name in tensors if name in held})
         if value.dtype == tensors[name].dtype and torch.equal(value, tensors[name])
     }
-    kept, file = {n: t.contiguous() for n, t in tensors.items() if n not in same}, folder / "model.safetensors"
-    save_file(kept, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # the library writes it for its owner alone
+    write({name: tensor for name, tensor in tensors.items() if name not in same}, folder)
     (folder / _FILE).write_text(json.dumps({"base": f"../{base.resolve().name}"}) + "\n", encoding="utf-8")

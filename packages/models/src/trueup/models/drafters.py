@@ -67,7 +67,7 @@ class SparseMtpDraft(MtpDraft):
     ) -> tuple[Float[Tensor, "Tp H"], Rows]:
         """See :class:`trueup.core.speculation.shared_choice.ChoosingModel`."""
         layer = self.target.config.num_hidden_layers
-        choices = Choices(view.layout, self.target.reuse, {layer: chosen} if chosen is not None else None)
+        choices = Choices(self.target.reuse, {layer: chosen} if chosen is not None else None)
         out = self.target.forward_mtp(next_tokens, hidden, view, pools, choices)  # [Tp, H]
         return out, choices.by_layer[layer]
 

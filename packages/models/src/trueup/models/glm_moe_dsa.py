@@ -79,4 +79,4 @@ class GlmMoeDsa(Glm4MoeLite):
         return replace(super().cache_spec, index=self.index.head_dim, index_layers=layers)
 
     def _context(self, view: DeviceView, pools: Pools, choices: Choices | None = None) -> Context:
-        return super()._context(view, pools, choices or Choices(view.layout, self.reuse))
+        return super()._context(view, pools, choices or Choices(self.reuse))

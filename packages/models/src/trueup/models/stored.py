@@ -1,10 +1,11 @@
-"""What a checkpoint folder holds: name, file, shape and dtype of every tensor, from the headers alone."""
+"""What a checkpoint folder holds: name, file, shape and dtype of every tensor, from the headers; and the tensors."""
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 
@@ -49,6 +50,13 @@ def read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 if name in stored and stored[name].file == file:
                     yield name, tensors.get_tensor(name)
+
+
+def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """One ``model.safetensors`` of tensors as they are, which others may read."""
+    file = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # the library writes it for its owner alone
 
 
 def listed(names: Iterable[str], most: int = 10, separator: str = ", ") -> str:

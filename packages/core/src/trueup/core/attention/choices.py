@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from trueup.core.layout import Layout
 from trueup.core.rows import Rows
 
 
@@ -44,8 +43,8 @@ class Choices:
     Filled by layers that choose; ``given`` holds, by layer, what an earlier draft step chose.
     """
 
-    def __init__(self, layout: Layout, reuse: IndexReuse, given: Mapping[int, Rows] | None = None) -> None:
-        self.layout, self.reuse, self.by_layer = layout, reuse, dict(given or {})
+    def __init__(self, reuse: IndexReuse, given: Mapping[int, Rows] | None = None) -> None:
+        self.reuse, self.by_layer = reuse, dict(given or {})
 
     def of(self, layer: int, choose: Callable[[], Rows]) -> Rows:
         """What ``layer`` attends to; ``choose`` runs its indexer, if it comes to that."""

@@ -13,7 +13,7 @@ from trueup.models.config import ModelConfig
 from trueup.models.eagle3_config import Eagle3Config
 from trueup.models.training import eagle_twin, twin
 from trueup.models.training.optim import Muon
-from trueup.models.training.train import State, run, schedule
+from trueup.models.training.train import State, held_out_windows, run, schedule
 
 STEPS, STEP_WEIGHT = 7, 0.8
 # In runs of 2.5 minutes agreement at depth 1 rose from 0.39 at Muon 0.012 to 0.44 at 0.025 and 0.46 at 0.05; 0.1
@@ -52,17 +52,13 @@ def evaluate(p: twin.Params, e: Eagle3Config, target: twin.Params, c: ModelConfi
 
     A token that the head cannot draft is a miss.
     """
-    starts = torch.arange((len(stream) - depth) // T) * T
-    if limit and len(starts) > limit:
-        starts = starts[torch.linspace(0, len(starts) - 1, limit).long()]
     total = [0.0] * depth
-    for at in starts.split(16):
-        tokens = stream[at[:, None] + torch.arange(T + depth)].long()  # [B, T + depth]
+    for tokens, share in held_out_windows(stream, T, extra=depth, limit=limit):  # [B, T + depth]
         features, logits = eagle_twin.target_features(target, c, e, tokens)  # [B, T+depth, 3H], [B, T+depth, V]
         best, embed = logits.argmax(-1), target["model.embed_tokens.weight"]  # [B, T+depth]
         for s, drafts in enumerate(eagle_twin.unroll(p, e, embed, features[:, :T], tokens, depth), 1):
             right = eagle_twin.drafted(p, drafts) == best[:, s : s + T]  # [B, T]
-            total[s - 1] += right.float().mean().item() * len(at) / len(starts)
+            total[s - 1] += share * right.float().mean().item()
     return total
 
 

@@ -2,9 +2,9 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from trueup.models.stored import write
 from trueup.models.training.twin import Params
 
 
@@ -19,9 +19,7 @@ def rounded_for_storage(params: Params) -> Params:
 
 
 def export(params: Params, folder: Path) -> None:
-    file = folder / "model.safetensors"
-    save_file({n: v.contiguous() for n, v in rounded_for_storage(params).items()}, file, metadata={"format": "pt"})
-    file.chmod(0o644)  # the library writes it for its owner alone
+    write(rounded_for_storage(params), folder)
 
 
 def load_state(path: Path) -> tuple[Params, dict]:

@@ -15,7 +15,7 @@ from trueup.models.config import ModelConfig
 from trueup.models.training import twin
 from trueup.models.training.indexer_twin import SparseAttention
 from trueup.models.training.optim import Muon
-from trueup.models.training.train import MTP_WEIGHT, State, run
+from trueup.models.training.train import MTP_WEIGHT, State, held_out_windows, run
 
 WARM_UP = 0.6  # of the time
 # In runs of two minutes the divergence fell to 0.80 at Muon 0.02, to 0.57 at 0.08.  The tuned weights come from a
@@ -68,22 +68,18 @@ def evaluate(p: twin.Params, c: ModelConfig, stream: Tensor, T: int = WINDOW, li
     than ``topk`` positions; others choose all.  ``dense`` attends to everything instead.
     """
     assert c.indexer is not None
-    starts = torch.arange((len(stream) - 2) // T) * T
-    if limit and len(starts) > limit:
-        starts = starts[torch.linspace(0, len(starts) - 1, limit).long()]
     total: dict[str, float] = {"loss": 0.0, "top1": 0.0, "agree1": 0.0}
     recall: dict[int, float] = {}
-    for at in starts.split(8):
-        tokens = stream[at[:, None] + torch.arange(T + 2)].long()  # [B, T + 2]
+    for tokens, share in held_out_windows(stream, T, extra=2, limit=limit, rows=8):  # [B, T + 2]
         attend = SparseAttention(p, c, dense=dense, measure=True)
         h = twin.forward(p, c, tokens[:, :T], attend=attend)  # [B, T, H]
-        logits, share = twin.head(p, h).float(), len(at) / len(starts)  # [B, T, V]
+        logits = twin.head(p, h).float()  # [B, T, V]
         best = logits.argmax(-1)  # [B, T]
         total["loss"] += share * F.cross_entropy(logits.flatten(0, 1), tokens[:, 1 : T + 1].flatten()).item()
         total["top1"] += share * (best == tokens[:, 1 : T + 1]).float().mean().item()
         drafts = twin.head(p, twin.mtp_steps(p, c, h, tokens, 1, attend=attend)[0]).argmax(-1)  # [B, T]
         total["agree1"] += share * (drafts[:, :-1] == best[:, 1:]).float().mean().item()
-        for layer, (held,) in attend.recall.items():
+        for layer, held in attend.recall.items():
             far = held[:, c.indexer.topk :].mean().item() if c.indexer.topk < T else 1.0
             recall[layer] = recall.get(layer, 0.0) + share * far
     return total | {f"recall{layer}": value for layer, value in recall.items()}

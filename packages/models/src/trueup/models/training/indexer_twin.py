@@ -9,7 +9,6 @@ Axis letters: as in twin.py; Ni index heads, Di their width, K chosen positions.
 transformers 5.24: models/glm_moe_dsa.
 """
 import math
-from collections import defaultdict
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +80,7 @@ class SparseAttention:
                  measure: bool = False) -> None:
         self.p, self.c, self.dense, self.learn, self.measure = p, c, dense, learn, measure
         self.divergence: dict[int, Tensor] = {}
-        self.recall: dict[int, list[Tensor]] = defaultdict(list)
+        self.recall: dict[int, Tensor] = {}
 
     def __call__(self, layer: int, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert self.c.indexer is not None
@@ -90,8 +89,11 @@ class SparseAttention:
         attention = (q * self.c.softmax_scale) @ k.mT  # [B, N, T, T]
         T = x.shape[1]
         causal = twin.causal_mask(T, q.dtype)  # [T, T]
-        mask = causal if self.dense else torch.where(
-            chosen(scores.detach(), self.c.indexer.topk)[:, None], 0.0, -math.inf).to(q.dtype)  # [B, 1, T, T]
+        mask = causal  # [T, T]
+        if self.measure or not self.dense:
+            best = chosen(scores.detach(), self.c.indexer.topk)  # [B, T, T]
+        if not self.dense:
+            mask = torch.where(best[:, None], 0.0, -math.inf).to(q.dtype)  # [B, 1, T, T]
         weights = (attention + mask).softmax(-1)  # [B, N, T, T]
         if self.learn:
             # Under the sparse mask the softmax runs over the chosen positions on both sides.
@@ -100,5 +102,5 @@ class SparseAttention:
                 self.divergence[layer] = divergence(wanted, scores + mask.view(-1, T, T).float())
         if self.measure:
             full = (attention + causal).float().softmax(-1).mean(1)  # [B, T, T]
-            self.recall[layer].append((full * chosen(scores, self.c.indexer.topk)).sum(-1))  # [B, T]
+            self.recall[layer] = (full * best).sum(-1)  # [B, T]
         return weights @ v  # [B, N, T, Dv]

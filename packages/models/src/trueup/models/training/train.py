@@ -5,7 +5,7 @@ finishes the decay.  Every choice is one of the recipe in the model card.
 """
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -90,19 +90,26 @@ def losses(p: twin.Params, c: ModelConfig, tokens: Tensor, T: int, steps: int, s
     return main, mtp
 
 
+def held_out_windows(stream: Tensor, T: int, extra: int, limit: int | None, rows: int = 16
+                     ) -> Iterator[tuple[Tensor, float]]:
+    """Windows [B, T + extra] of ``stream``, side by side, up to ``rows`` at a time, and what share of all they are.
+
+    ``limit`` takes so many, evenly spaced.
+    """
+    starts = torch.arange((len(stream) - extra) // T) * T
+    if limit and len(starts) > limit:
+        starts = starts[torch.linspace(0, len(starts) - 1, limit).long()]
+    for at in starts.split(rows):
+        yield stream[at[:, None] + torch.arange(T + extra)].long(), len(at) / len(starts)  # [B, T + extra]
+
+
 @torch.no_grad()
 def evaluate(p: twin.Params, c: ModelConfig, stream: Tensor, T: int = 256, limit: int | None = None) -> dict:
     """Held-out loss (nats a token), top-1 accuracy, and MTP agreement with the main model at depths 1-3."""
-    count = (len(stream) - 4) // T
-    starts = torch.arange(count) * T
-    if limit and count > limit:
-        starts = starts[torch.linspace(0, count - 1, limit).long()]
     total = {"loss": 0.0, "top1": 0.0, "agree1": 0.0, "agree2": 0.0, "agree3": 0.0}
-    for at in starts.split(16):
-        tokens = stream[at[:, None] + torch.arange(T + 4)].long()  # [B, T + 4]
+    for tokens, share in held_out_windows(stream, T, extra=4, limit=limit):  # [B, T + 4]
         h = twin.forward(p, c, tokens[:, :T])  # [B, T, H]
         logits = twin.head(p, h).float()  # [B, T, V]
-        share = len(at) / len(starts)
         total["loss"] += share * F.cross_entropy(logits.flatten(0, 1), tokens[:, 1 : T + 1].flatten()).item()
         best = logits.argmax(-1)  # [B, T]
         total["top1"] += share * (best == tokens[:, 1 : T + 1]).float().mean().item()
